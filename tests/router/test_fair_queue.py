@@ -1,8 +1,6 @@
 """A tenant with much work delays its own, in the queue and at the tokenizer threads."""
 
 import asyncio
-import functools
-import json
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -10,10 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 
-from headrace_proto.rust_panic import RustPanicError
 from headrace_router.access.auth import Tenant
 from headrace_router.core.errors import InvalidRequestError, OverloadedError
 from headrace_router.core.fair_queue import FairQueue
@@ -21,13 +16,6 @@ from headrace_router.core.limits import Limits
 from headrace_router.dispatch.admission import Admission
 from headrace_router.dispatch.router_metrics import RouterMetrics
 from headrace_router.text.tokenizer_pool import LARGE, TokenizerPool
-
-
-def test_items_of_one_tenant_stay_in_order() -> None:
-    queue: FairQueue[int] = FairQueue(10)
-    for number in range(5):
-        assert queue.add("a", 5 - number, number) is None
-    assert [queue.take() for _ in range(6)] == [0, 1, 2, 3, 4, None]
 
 
 def test_a_tenant_that_comes_later_waits_for_no_queue_of_another() -> None:
@@ -48,22 +36,6 @@ def test_shares_are_of_cost_and_not_of_items() -> None:
         queue.add("small", 1, "s")
     taken = [queue.take() for _ in range(110)]
     assert taken.count("s") >= 95
-
-
-def test_items_that_are_removed_cost_nothing() -> None:
-    """Their wait was over, or their client has disconnected: the tenant got nothing for them."""
-    queue: FairQueue[str] = FairQueue(1000)
-    for number in range(10):
-        queue.add("steady", 1, f"s{number}")
-    burst = [f"b{number}" for number in range(500)]
-    for item in burst:
-        queue.add("burst", 1, item)
-    assert [queue.take() for _ in range(4)] == ["s0", "b0", "s1", "b1"]
-    assert all(queue.remove("burst", item) for item in burst[2:])
-    for number in range(4):
-        queue.add("burst", 1, f"c{number}")
-    taken = [queue.take() for _ in range(8)]
-    assert sorted(name[0] for name in taken if name) == ["c"] * 4 + ["s"] * 4
 
 
 def test_a_tenant_whose_items_expire_keeps_its_share() -> None:
@@ -90,10 +62,6 @@ def test_a_full_queue_refuses_the_tenant_that_fills_it() -> None:
     assert queue.add("other", 1, "o0") == "f2"
     assert queue.add("flood", 1, "f4") == "f4"
     assert [queue.take() for _ in range(4)] == ["f0", "o0", "f1", None]
-
-
-def test_without_capacity_everything_is_refused() -> None:
-    assert FairQueue[str](0).add("a", 1, "x") == "x"
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 9), st.sampled_from(["add", "take", "remove"]))))
@@ -197,18 +165,6 @@ def test_large_work_leaves_a_thread_to_small_work(blocked: threading.Event) -> N
     _in_pool(_limits(), scenario)
 
 
-def test_one_thread_runs_large_and_small_work_in_turn() -> None:
-    async def scenario(pool: TokenizerPool) -> list[str]:
-        order: list[str] = []
-        works = [("large", LARGE)] * 3 + [("small", 1)] * 3
-        runs = [pool.run(functools.partial(order.append, name), "a", size) for name, size in works]
-        await asyncio.gather(*runs)
-        return order
-
-    order = _in_pool(_limits(tokenize_threads=1), scenario)
-    assert sorted(order[:4]) == ["large", "large", "small", "small"]
-
-
 def test_time_in_the_queue_is_overload_and_no_error_of_the_request(blocked: threading.Event) -> None:
     async def scenario(pool: TokenizerPool) -> None:
         first = asyncio.create_task(pool.run(blocked.wait, "a", 1))
@@ -233,50 +189,3 @@ def test_work_that_takes_too_long_is_refused_and_keeps_its_thread(blocked: threa
         assert await asyncio.wait_for(waiting, 2) == 2
 
     _in_pool(_limits(tokenize_threads=1, tokenize_seconds=0.1), scenario)
-
-
-def test_a_panic_of_the_tokenizer_is_the_request_s_own_error() -> None:
-    broken = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
-    content = json.loads(broken.to_str())
-    content["post_processor"] = {
-        "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "[CLS]", "type_id": 0}}], "pair": [],
-        "special_tokens": {},
-    }  # fmt: skip
-    broken = Tokenizer.from_str(json.dumps(content))
-
-    async def scenario(pool: TokenizerPool) -> None:
-        with pytest.raises(RustPanicError):
-            await pool.run(lambda: broken.encode("a"), "a", 1)
-        assert await pool.run(lambda: 1, "a", 1) == 1
-
-    _in_pool(_limits(tokenize_threads=1), scenario)
-
-
-def test_a_cancelled_request_leaves_the_queue(blocked: threading.Event) -> None:
-    async def scenario(pool: TokenizerPool) -> None:
-        first = asyncio.create_task(pool.run(blocked.wait, "a", 1))
-        await asyncio.sleep(0.05)
-        waiting = asyncio.create_task(pool.run(lambda: 1, "a", 1))
-        await asyncio.sleep(0.05)
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-        blocked.set()
-        await first
-        assert await asyncio.wait_for(pool.run(lambda: 3, "a", 1), 2) == 3
-
-    _in_pool(_limits(tokenize_threads=1), scenario)
-
-
-def test_a_full_queue_is_overload(blocked: threading.Event) -> None:
-    async def scenario(pool: TokenizerPool) -> None:
-        tasks = [asyncio.create_task(pool.run(blocked.wait, "flood", 1)) for _ in range(4)]
-        await asyncio.sleep(0.05)
-        other = asyncio.create_task(pool.run(lambda: 1, "other", 1))
-        await asyncio.sleep(0.05)
-        blocked.set()
-        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-        assert sum(isinstance(outcome, OverloadedError) for outcome in outcomes) == 2
-        assert await other == 1
-
-    _in_pool(_limits(tokenize_threads=1, tokenize_queue=2), scenario)

@@ -107,36 +107,6 @@ def test_a_tenant_whose_requests_fill_all_places_keeps_no_other_one_waiting() ->
     asyncio.run(run())
 
 
-def test_a_large_request_at_the_head_of_the_queue_holds_up_no_other_tenant() -> None:
-    async def run() -> None:
-        requests = Requests(Limits())
-        for count in (128,) * 7 + (1,):
-            assert await requests.runs(A, count)
-        waiting = asyncio.create_task(requests.admission.admit(A, 128).__aenter__())
-        await asyncio.sleep(0)
-        assert await requests.runs(B, 1)
-        assert not await requests.runs(A, 1)  # those of one tenant stay in order
-        assert not waiting.done()
-        waiting.cancel()
-
-    asyncio.run(run())
-
-
-def test_no_places_are_reserved_for_a_request_that_its_own_tenant_keeps_waiting() -> None:
-    async def run() -> None:
-        requests = Requests(Limits(max_concurrent_requests=64))
-        for _ in range(64):
-            assert await requests.runs(A, 1)
-        waiting = asyncio.create_task(requests.admission.admit(A, 64).__aenter__())
-        await asyncio.sleep(0)
-        assert await requests.runs(B, 1)
-        assert await requests.runs(C, 1)
-        assert not waiting.done()
-        waiting.cancel()
-
-    asyncio.run(run())
-
-
 def test_places_are_reserved_for_a_large_request_once_its_tenant_holds_nothing() -> None:
     async def run() -> None:
         requests = Requests(Limits(max_concurrent_requests=8))
@@ -150,29 +120,6 @@ def test_places_are_reserved_for_a_large_request_once_its_tenant_holds_nothing()
         await requests.end_one()
         await asyncio.sleep(0)
         assert large.done()
-
-    asyncio.run(run())
-
-
-def test_a_request_that_is_next_does_not_wait_for_another_one_to_end() -> None:
-    """The large one has had its turn, so one of a new tenant is before it in the queue."""
-
-    async def run() -> None:
-        requests = Requests(Limits(max_concurrent_requests=8))
-        for _ in range(8):
-            assert await requests.runs(A, 1)
-        assert await requests.runs(B, 8)
-        small = requests.admission.admit(C, 1)
-        entering = asyncio.create_task(small.__aenter__())
-        large = asyncio.create_task(requests.admission.admit(C, 8).__aenter__())
-        await asyncio.sleep(0)
-        for _ in range(3):
-            await requests.end_one()
-        await entering
-        await small.__aexit__(None, None, None)
-        assert not large.done()
-        assert await requests.runs(D, 1)
-        large.cancel()
 
     asyncio.run(run())
 

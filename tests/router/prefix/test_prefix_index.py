@@ -1,12 +1,11 @@
 """The index against sets of blocks per replica, after random changes."""
 
 import random
-from typing import Any
 
 import numpy as np
 import pytest
 
-from headrace_router.core.prefix_index import Digests, DigestTable, PrefixIndex, TableFullError, digests_of
+from headrace_router.core.prefix_index import Digests, DigestTable, PrefixIndex, TableFullError
 
 MAX_BLOCKS = 1 << 16
 
@@ -94,27 +93,6 @@ def test_a_slot_is_used_again_only_once_its_blocks_are_removed() -> None:
     assert not index.match(chain).any()
 
 
-def test_a_sweep_reads_each_segment_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    index = PrefixIndex(MAX_BLOCKS)
-    kept, chain = index.open(), digests(list(range(1, 40)))
-    index.store(kept, chain)
-    for _ in range(500):
-        slot = index.open()
-        index.store(slot, chain[:20])
-        index.close(slot)
-    reads: list[int] = []
-    filled = DigestTable.filled
-
-    def recording(table: DigestTable, segment: int) -> Any:
-        reads.append(segment)
-        return filled(table, segment)
-
-    monkeypatch.setattr(DigestTable, "filled", recording)
-    index.sweep(index._table.segments)
-    assert reads == list(range(index._table.segments))
-    assert index.match(chain)[kept] == 39 and len(index._sets) == 0 and index.open() < 501
-
-
 def test_digests_in_the_table_survive_splits() -> None:
     table, generator = DigestTable(1 << 18), np.random.default_rng(3)
     known: dict[int, int] = {}
@@ -140,19 +118,3 @@ def test_a_full_table_stores_no_more() -> None:
             table.insert(generator.integers(1, 1 << 64, 700, dtype=np.uint64), np.zeros(700, np.int32))
     assert 5000 < table.count <= 8192
     table.find(digests([1, 2]))
-
-
-def test_the_memory_of_a_block_is_bounded() -> None:
-    """Places are 12 bytes: at least 4 in 10 are filled."""
-    table, generator = DigestTable(1 << 22), np.random.default_rng(3)
-    least = 1.0
-    while table.count < 400_000:
-        table.insert(generator.integers(1, 1 << 64, 2000, dtype=np.uint64), np.zeros(2000, np.int32))
-        if table.count > 10_000:
-            least = min(least, table.count / (table.segments * 4096))
-    assert least > 0.4
-
-
-def test_hashes_become_digests() -> None:
-    assert digests_of([b"\x01" + bytes(15), bytes(16), b"\xff" * 16]).tolist() == [1, 1, 2**64 - 1]
-    assert not len(digests_of([]))

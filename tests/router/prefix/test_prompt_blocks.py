@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from headrace_proto.block_hash import BlockHasher
-from headrace_proto.replica_pb2 import ModelFacts
 from headrace_router.core import replica_blocks as prompt_blocks
 from headrace_router.core.prefix_index import PrefixIndex, digests_of
-from headrace_router.core.replica_blocks import GroupBlocks, HashScheme, PromptBlocks
+from headrace_router.core.replica_blocks import GroupBlocks, PromptBlocks
 from headrace_worker.core.kv.manager import KVManager, ModelScope
 from headrace_worker.core.layout import CacheGroupSpec, CacheLayout
 
@@ -62,34 +61,6 @@ def test_a_prompt_without_a_full_block_hits_nothing() -> None:
     nothing = np.array([], np.uint64)
     for window in (0, 9):
         assert PromptBlocks(SIZE, [GroupBlocks(window, nothing)]).cached_tokens(index, 3).tolist() == [0]
-
-
-def test_a_replica_whose_prompts_would_have_too_many_blocks_is_not_followed() -> None:
-    """Each request would be hashed and looked up so often: the sizes are what a replica says."""
-    facts = ModelFacts(cache_key=b"k" * 32, max_model_len=131_072)
-    layout = facts.identity.kv_layout
-    layout.block_size = 16
-    layout.groups.add()
-    assert HashScheme.of(facts) is not None
-    for _ in range(19_999):
-        layout.groups.add()
-    assert HashScheme.of(facts) is None
-    del layout.groups[1:]
-    layout.block_size = 1
-    assert HashScheme.of(facts) is not None
-    facts.max_model_len = 1 << 30
-    assert HashScheme.of(facts) is None
-
-
-def test_of_a_long_prompt_the_beginning_of_every_group_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt_blocks, "MAX_EXPECTED", 8)
-    groups = [GroupBlocks(window, np.arange(1, 21, dtype=np.uint64) + number) for number, window in ((0, 0), (99, 9))]
-    blocks = PromptBlocks(SIZE, groups)
-    assert blocks.expected.tolist() == [1, 2, 3, 4, 100, 101, 102, 103]
-    assert blocks.expected is blocks.expected
-    index = PrefixIndex(1 << 14)
-    index.store(index.open(), blocks.expected, expected=True)
-    assert blocks.cached_tokens(index, 100).tolist() == [4 * SIZE]
 
 
 def test_of_many_replicas_some_with_most_of_a_windowed_prompt_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
