@@ -117,10 +117,6 @@ def _written(row: ToolFamily, *calls: tuple[str, dict[str, Any]]) -> str:
     return _spelled(row.wrapper[0] + row.between.join(found) + row.wrapper[1])
 
 
-def _quoted(value: Any) -> str:
-    return f'<|"|>{value}<|"|>' if isinstance(value, str) else str(value)
-
-
 TWO: tuple[tuple[str, dict[str, Any]], ...] = (
     ("get_weather", {"city": "Zürich </tool_call> 日本", "n": 3}),
     ("get_time", {}),
@@ -235,33 +231,6 @@ def test_an_answer_in_json_does_not_wait_for_its_end() -> None:
     assert parser.push(': "Paris"}') == [Text(': "Paris"}')] and parser.finish() == []
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("filler", [" ", "\n", "a", '"'])
-def test_text_that_may_become_a_call_is_held_within_bounds(name: str, filler: str) -> None:
-    """What is held is matched again with each token."""
-    row = FAMILIES[name]
-    for as_tokens in (True, False):
-        syntax = _syntax(row, _reasoning_of(row), as_tokens=as_tokens)
-        begin = _written(row, ("get_weather", {"city": "a"}))
-        for cut in range(0, len(begin), 3):
-            parser = AnswerParser(syntax, {"get_weather": SCHEMA}, thinking=False)
-            text = begin[:cut] + filler * 8000
-            events = parser.push(text) + [event for _ in range(5) for event in parser.push(filler)]
-            held = parser.held
-            if held > 4200:  # an object that is read to its end, in one pass
-                assert row.form in (Form.OBJECTS, Form.PYTHON, Form.JSON) and not any(
-                    isinstance(event, CallEnd) for event in events
-                )
-
-
-def test_white_space_takes_time_in_proportion() -> None:
-    parser = AnswerParser(_syntax(FAMILIES["openai"], THOUGHTS["openai_gptoss"], as_tokens=False), None, thinking=False)
-    parser.push("<|channel|>final<|message|>")
-    for _ in range(20_000):  # took minutes when it was matched from each of its characters
-        parser.push("\n")
-    assert "".join(event.text for event in parser.push("x") if isinstance(event, Text)) == "\n" * 20_000 + "x"
-
-
 def test_without_tools_nothing_of_a_call_is_lost() -> None:
     syntax = _syntax(FAMILIES["hermes"], THOUGHTS["think"], as_tokens=False)
     parser = AnswerParser(syntax, None, thinking=False)
@@ -272,40 +241,6 @@ def test_without_tools_nothing_of_a_call_is_lost() -> None:
 def test_stop_strings_are_found_where_markers_are_tokens() -> None:
     syntax = _syntax(FAMILIES["hermes"], THOUGHTS["think"])
     assert set(syntax.stops(["</tool_call>", "END"])) == {"</tool_call>", "END", syntax.chars[TOKENS["</tool_call>"]]}
-
-
-@pytest.mark.parametrize("branches", [None, 5, [{"type": "null"}, {"$ref": "#/$defs/nowhere"}]])
-def test_schemas_that_say_little_leave_a_tagged_value_open(branches: Any) -> None:
-    schema = {"type": "object", "properties": {"v": {"anyOf": branches, "enum": None}}, "required": None}
-    answer = '<tool_call>\n<function=f>\n<parameter=v>\n{"a": 1}\n</parameter>\n</function>\n</tool_call>'
-    events = _events(_syntax(FAMILIES["qwen3_coder"], None), answer, [], tools={"f": schema})
-    assert _summary(events)["calls"] == [("f", {"v": {"a": 1}}, True)]
-    whole_grammar(_syntax(FAMILIES["qwen3_coder"], None), [OfferedTool("f", schema, True)], required=True)
-
-
-def test_references_in_a_schema_are_followed() -> None:
-    kinds = {"Address": {"type": "object"}, "Kind": {"enum": ["1", "2"]}, "Loop": {"$ref": "#/$defs/Loop"}}
-    values = {
-        "a": {"anyOf": [{"$ref": "#/$defs/Address"}, {"type": "null"}]},
-        "k": {"$ref": "#/$defs/Kind"},
-        "l": {"$ref": "#/$defs/Loop"},
-    }
-    schema = {"type": "object", "properties": values, "$defs": kinds}
-    text = "".join(
-        f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in (("a", "{}"), ("k", "2"), ("l", "3"))
-    )
-    answer = f"<tool_call>\n<function=f>\n{text}</function>\n</tool_call>"
-    events = _events(_syntax(FAMILIES["qwen3_coder"], None), answer, [], tools={"f": schema})
-    assert _summary(events)["calls"] == [("f", {"a": {}, "k": "2", "l": 3}, True)]
-
-
-def test_half_a_surrogate_pair_in_a_call_is_escaped() -> None:
-    syntax = _syntax(FAMILIES["hermes"], None)
-    answer = '<tool_call>{"arguments": {"city": "\\ud83d"}, "name": "get_weather"}</tool_call>'
-    (name, arguments, _), *others = _summary(_events(syntax, answer, []))["calls"]
-    assert not others and (name, arguments) == ("get_weather", {"city": "\ud83d"})
-    answer = '<tool_call>{"name": "\\ud83d", "arguments": {}}</tool_call>'
-    assert not _summary(_events(syntax, answer, []))["calls"]
 
 
 def test_the_rows_have_the_names_that_operators_choose() -> None:

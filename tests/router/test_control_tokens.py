@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 from headrace_proto.replica_pb2 import ModelFacts
-from headrace_router.text.chat_template import ChatTemplateError
 from headrace_router.text.model_card import LoadedTokenizer, ModelCard
 from headrace_router.text.prompt_text import UnmarkedChatError
-from headrace_router.text.text_encoder import CONTROL_SPANS, ControlTokenError, TooManyControlTokensError
+from headrace_router.text.text_encoder import CONTROL_SPANS, TooManyControlTokensError
 
 NOW = datetime(2026, 11, 25)
 START, END, THINK, THOUGHT = "<|im_start|>", "<|im_end|>", "<think>", "</think>"
@@ -176,39 +175,6 @@ def test_a_chat_has_the_control_tokens_that_its_template_writes(
         assert found.count(token) <= [tokenizer.id_to_token(token_id) for token_id in own].count(token)
 
 
-@settings(max_examples=60, deadline=None)
-@example(names=["<｜User｜>", "▁", "Ġ", "é"], special=True, data=None)
-@given(
-    # Not of white space alone: a user's space may become such a token.
-    names=st.lists(
-        st.text(min_size=1, max_size=5).filter(lambda name: not name.isspace()), min_size=1, max_size=4, unique=True
-    ),
-    special=st.booleans(),
-    data=st.data(),
-)
-def test_control_tokens_of_any_characters(names: list[str], special: bool, data: st.DataObject | None) -> None:
-    tokenizer: Any = Tokenizer(models.BPE(vocab={}, merges=[]))
-    tokenizer.model = models.BPE(
-        vocab={char: i for i, char in enumerate(pre_tokenizers.ByteLevel.alphabet())}, merges=[]
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_tokens([AddedToken(name, normalized=False, special=special) for name in names])
-    pieces = [*names, *(name[:1] for name in names), *(name[1:] for name in names), "a", " "]
-    text = "".join(data.draw(st.lists(st.sampled_from(pieces), max_size=8)) if data else pieces[:1] * 2)
-    control = {tokenizer.token_to_id(name) for name in names if special or not name.isspace()}
-    card = _card(tokenizer, "{{ messages[0].content }}{# " + " ".join(names).replace("#}", "") + " #}")
-    kept = control if special else {i for i in control if tokenizer.id_to_token(i) in card.template.source}
-    for encode in (card.encoder.encode_prompt, lambda text: card.encode_chat([{"role": "user", "content": text}])):
-        try:
-            ids = encode(text)
-        except (ControlTokenError, UnmarkedChatError, ChatTemplateError):
-            continue
-        assert kept.isdisjoint(ids)
-        if kept == control:
-            assert tokenizer.decode(ids, skip_special_tokens=False) == text or any(name.isspace() for name in names)
-
-
 @pytest.mark.parametrize("normalizer", sorted(NORMALIZERS))
 @pytest.mark.parametrize("form", FORMS)
 def test_no_form_of_a_control_token_ends_a_turn(normalizer: str, form: str) -> None:
@@ -221,16 +187,6 @@ def test_no_form_of_a_control_token_ends_a_turn(normalizer: str, form: str) -> N
     assert len(own) == (1 if normalizer == "spaces" else 5)  # there a control token is one at the start only
 
 
-@pytest.mark.parametrize("template", TEMPLATES)
-def test_a_chat_without_control_tokens_is_encoded_as_rendered(template: str) -> None:
-    tokenizer = _tokenizer("none")
-    card = _card(tokenizer, template)
-    for content in ('say "hi" \\ and\n wait!', " \n", "", "a", "x: </b> 日本 \u0301 \U000f0000 \x00", "a <think"):
-        messages = [{"role": "user", "content": content}, {"role": "assistant", "content": "b"}]
-        rendered = card.template.render(messages, NOW)
-        assert card.encode_chat(messages) == tokenizer.encode(rendered, add_special_tokens=False).ids
-
-
 def test_a_template_joins_two_halves_of_a_control_token() -> None:
     tokenizer = _tokenizer("none")
     card = _card(tokenizer, "<|im_start|>{{ messages[0].content }}{{ messages[1].content }}<|im_end|>")
@@ -240,68 +196,11 @@ def test_a_template_joins_two_halves_of_a_control_token() -> None:
     assert tokenizer.decode(ids, skip_special_tokens=True).replace(" ", "") == "<|im_end|>"
 
 
-def test_a_template_moves_the_thoughts_of_an_answer() -> None:
-    """As those of reasoning models do: what the template writes remains a control token."""
-    tokenizer = _tokenizer("none")
-    template = CHATML.replace(
-        "%s",
-        "{% set content = m.content %}{% set reasoning = '' %}{% if '</think>' in content %}"
-        "{% set reasoning = content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}"
-        "{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}"
-        "{% if loop.last %}<think>\n{{ reasoning.strip('\n') }}\n</think>\n\n{% endif %}{{ content }}",
-    )
-    messages = [{"role": "user", "content": "a </b>"}, {"role": "assistant", "content": "<think>\nb\n</think>\n\nc"}]
-    card = _card(tokenizer, template)
-    expected = tokenizer.encode(card.template.render(messages, NOW), add_special_tokens=False).ids
-    assert card.encode_chat(messages) == expected
-    start, end, think, thought = _control(tokenizer)
-    assert _control_in(tokenizer, expected) == [start, end, start, think, thought, end, start]
-
-
-def test_the_token_for_unknown_text_is_one_for_unknown_text_only() -> None:
-    tokenizer: Any = _tokenizer("none")
-    unknown = tokenizer.token_to_id("[UNK]")
-    encoder = _card(tokenizer, "").encoder
-    assert encoder.encode_prompt("a日b") == tokenizer.encode("a日b").ids
-    assert unknown in encoder.encode_prompt("日")
-    assert len(encoder.encode_prompt("[UNK]")) == 5
-
-
-def test_a_character_that_is_a_control_token_is_refused() -> None:
-    tokenizer = Tokenizer.from_str(_tokenizer("none").to_str())
-    tokenizer.add_special_tokens(["@"])
-    with pytest.raises(ControlTokenError):
-        _card(tokenizer, "").encoder.encode_prompt("a@b")
-
-
 def test_a_chat_that_spells_control_tokens_and_cannot_be_followed_is_refused() -> None:
     card = _card(_tokenizer("none"), "<|im_start|>{{ messages[0].content | length }}<|im_end|>")
     with pytest.raises(UnmarkedChatError):
         card.encode_chat([{"role": "user", "content": "two <|im_end|> words"}])
     assert card.encode_chat([{"role": "user", "content": "two words <"}])
-
-
-@pytest.mark.parametrize("repeated", ["<|im_end|>", "<|im_end|><|", "<" * 50 + "<|im_end|>", "x<|im_x"])
-def test_many_control_tokens_take_linear_time(repeated: str) -> None:
-    tokenizer = _tokenizer("letters")
-    counted: list[int] = []
-
-    class Counting:
-        def __init__(self, inner: Any) -> None:
-            self._inner = inner
-
-        def encode_batch(self, batch: list[str], **options: bool) -> Any:
-            counted.append(sum(map(len, batch)))
-            return self._inner.encode_batch(batch, **options)
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._inner, name)
-
-    encoder = ModelCard(ModelFacts(), LoadedTokenizer(tokenizer.to_str().encode())).encoder
-    vars(encoder)["_tokenizer"] = Counting(encoder._tokenizer)
-    text = repeated * 500
-    assert not _control_in(tokenizer, encoder.encode_prompt(text))
-    assert len(counted) <= 5 and sum(counted) <= 20 * len(text)
 
 
 def test_control_tokens_in_a_prompt_have_a_bound() -> None:
@@ -311,17 +210,6 @@ def test_control_tokens_in_a_prompt_have_a_bound() -> None:
         encoder.encode_prompt("<|im_end|>" * (CONTROL_SPANS + 1))
     assert caught.value.param == "prompt"
     assert not _control_in(tokenizer, encoder.encode_prompt("<|im_end|>" * CONTROL_SPANS))
-
-
-def test_control_tokens_of_all_rounds_count() -> None:
-    """A cut in the middle of a control token leaves one that it begins with."""
-    tokenizer = Tokenizer.from_str(_tokenizer("none").to_str())
-    tokenizer.add_special_tokens(["<a>", "<a>bcdefg"])
-    encoder = ModelCard(ModelFacts(), LoadedTokenizer(tokenizer.to_str().encode())).encoder
-    half = CONTROL_SPANS // 2
-    encoder.encode_prompt("<a>bcdefg" * half)
-    with pytest.raises(TooManyControlTokensError):
-        encoder.encode_prompt("<a>bcdefg" * (half + 1))
 
 
 def test_control_tokens_of_the_template_do_not_count() -> None:

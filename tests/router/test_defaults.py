@@ -74,12 +74,6 @@ def test_a_requests_own_value_overrides_the_default_even_if_it_is_neutral(served
             assert _sent(served) == DEFAULTS | {name: OWN[name]}, path
 
 
-def test_max_completion_tokens_overrides_the_default_too(served: Any) -> None:
-    with served.client() as client:
-        assert client.post("/v1/chat/completions", json=CHAT | {"max_completion_tokens": 40}).status_code == 200
-    assert _sent(served)["max_tokens"] == 40
-
-
 def test_without_defaults_options_are_the_apis(harness: Any, make_replica: Callable[..., Any]) -> None:
     harness.start([make_replica()])
     with harness.client() as client:

@@ -53,16 +53,6 @@ def test_what_is_held_back_is_bounded() -> None:
     assert stream.push([WORD, 0xC3, 0xA9, LETTER]) == " aéb"
 
 
-CHARACTERS = [[WORD], [LETTER], [SPECIAL], *(list(char.encode()) for char in "é€😀")]
-
-
-@settings(deadline=None)
-@given(st.lists(st.sampled_from(CHARACTERS), max_size=50))
-def test_pieces_of_characters_add_up(characters: list[list[int]]) -> None:
-    ids = [token for character in characters for token in character]
-    assert pieces(ids) == TOKENIZER.decode([WORD, *ids])[1:]
-
-
 @settings(deadline=None)
 @given(st.lists(st.sampled_from([WORD, LETTER, SPECIAL, 0xC3, 0xA9, 0xFF, 0xE2, 0x82]), max_size=60))
 def test_no_tokens_fail_or_lose_letters(ids: list[int]) -> None:

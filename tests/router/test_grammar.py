@@ -63,12 +63,6 @@ def test_a_text_that_is_no_schema_is_refused(schema: Any) -> None:
         schema_grammar(schema)
 
 
-def test_choices_need_a_text() -> None:
-    for choices in ([], [""], ["a", ""]):
-        with pytest.raises(ValueError, match="at least one"):
-            choice_grammar(choices)
-
-
 def _allows(schema: Any, text: str) -> bool:
     tokenizer = byte_tokenizer(300)
     matcher = compile_grammar(grammar_tokenizer(tokenizer.to_str(), 300, [2]), schema_grammar(schema))
@@ -99,11 +93,6 @@ def test_lark_and_gbnf(check: GrammarCheck) -> None:
             text_grammar(wrong)
 
 
-def test_many_blank_lines_are_converted_in_the_process(check: GrammarCheck) -> None:
-    with pytest.raises(InvalidRequestError):
-        check.check("\n" * 60_000 + 'root = "a"\n#::=', "x", 10)
-
-
 def test_digits_are_those_of_ascii() -> None:
     tokenizer = byte_tokenizer(300)
     matcher = compile_grammar(grammar_tokenizer(tokenizer.to_str(), 300, [2]), regex_grammar(r"\d[\d.]\\d\[\d"))
@@ -111,10 +100,3 @@ def test_digits_are_those_of_ascii() -> None:
         ids = tokenizer.encode(text, add_special_tokens=False).ids
         copy = matcher.deep_copy()
         assert (copy.try_consume_tokens(ids) == len(ids) and copy.is_accepting()) == right
-
-
-def test_annotations_do_not_matter() -> None:
-    for extra in ({"format": "password"}, {"format": "binary"}):
-        assert _allows({"type": "string", **extra}, '"x"')
-    assert _allows({"type": "object", "propertyNames": {"type": "string"}}, '{"a": 1}')
-    assert _allows({"const": {"format": "password"}}, '{"format": "password"}')

@@ -31,7 +31,7 @@ from headrace_proto.stall import STALL_SECONDS
 from headrace_router.core.account import AccountTable
 from headrace_router.core.fleet import Fleet
 from headrace_router.core.replica_state import ReplicaState
-from headrace_router.replicas.membership import REQUESTED_SECONDS, watch_controller
+from headrace_router.replicas.membership import watch_controller
 from support.members import MEMBER
 
 IDENTITY = ReplicaIdentity(replica_id="m-0", generation=3)
@@ -151,27 +151,6 @@ def test_a_router_reports_what_it_hears() -> None:
     last = controller.reports[-1]
     assert last.router_id == "r-1"
     assert [(entry.replica_id, entry.generation, entry.heard) for entry in last.replicas] == [("m-0", 3, True)]
-
-
-class _AskingController(_Controller):
-    """Asks for an account with each reply."""
-
-    async def Report(self, request: RouterReport, context: Any) -> RouterReportReply:
-        self.reports.append(request)
-        return RouterReportReply(explain=["label"])
-
-
-class _DefectiveAccounts(AccountTable):
-    def get(self, request_id: str) -> Any:
-        raise ValueError("a defect")
-
-
-def test_an_account_with_a_defect_is_reported_as_unknown_and_delays_nothing() -> None:
-    controller, bench = _AskingController(), _Bench()
-    asyncio.run(_watched(controller, bench, 1.0, accounts=_DefectiveAccounts()))
-    answers = [entry.document for report in controller.reports for entry in report.accounts]
-    assert answers and set(answers) == {""}
-    assert len(controller.reports) <= 1.0 / REQUESTED_SECONDS + 2, "each report is followed by a pause"
 
 
 def test_a_router_that_never_had_a_list_is_told_what_to_check() -> None:

@@ -72,24 +72,6 @@ def test_whole_characters_only(card: ModelCard, text: str) -> None:
     assert "\ufffd" not in "".join(pieces) or "\ufffd" in text
 
 
-@given(parts=st.lists(st.sampled_from(["<|im_end|>", "<|im_start|>", "a", "<|", "im_end|>", " ", "\n"]), max_size=12))
-def test_users_cannot_write_control_tokens(card: ModelCard, parts: list[str]) -> None:
-    text = "".join(parts)
-    ids = card.encoder.encode_prompt(text)
-    assert not {0, 1, 2} & set(ids)
-    assert card.decode(ids) == text
-    chat = card.encode_chat([{"role": "user", "content": text}])
-    assert not {0, 1, 2} & set(chat) and card.decode(chat) == text
-
-
-def test_a_template_keeps_its_own_control_tokens(tokenizer: Any) -> None:
-    template = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|im_end|>{% endfor %}"
-    card = ModelCard(ModelFacts(chat_template=template), LoadedTokenizer(tokenizer.to_str().encode()))
-    ids = card.encode_chat([{"role": "user", "content": " x<|im_end|>y "}])
-    assert ids.count(1) == 1 and ids.count(2) == 1 and ids[-1] == 2
-    assert card.decode(ids) == "user\nx<|im_end|>y"
-
-
 @pytest.mark.parametrize(
     "source",
     [

@@ -115,19 +115,6 @@ def test_a_lost_replica_is_a_cause() -> None:
     assert parts == pytest.approx({Cause.MOVED: 6.0, Cause.QUEUE: 0.5, Cause.REST: 0.5, Cause.DECODE: 3.0})
 
 
-def test_a_preemption_before_the_first_token_is_no_computing() -> None:
-    account = TimeAccount("id", 0.0)
-    account.placed(None, 0.0)
-    times = AttemptTimes(compute_us=9_000_000, prompt_preempted_us=8_000_000, own_tokens=100)
-    times.MergeFrom(AttemptTimes(decode_us=5_000_000, preempted_us=1_000_000))  # with the end, in the same frame
-    account.tokens(9.0, times=times)
-    account.answered(14.0, times=times, preemptions=2)
-    assert {cause: seconds for cause, seconds in account.parts.items() if seconds} == pytest.approx(
-        {Cause.PREEMPTED: 9.0, Cause.PROMPT: 1.0, Cause.DECODE: 4.0}
-    )
-    assert account.preemptions == 2
-
-
 def test_a_running_request_counts_until_now() -> None:
     account, tokens = TimeAccount("r", 10.0), 0
     account.begin(8, lambda: (tokens, 3), 11.0)
@@ -161,27 +148,3 @@ def test_the_table_keeps_the_newest() -> None:
     for number in range(6, 9):
         table.open(f"r{number}", f"a{number}", float(number))
     assert table.get("r3") is None and len(table._by_id) == 6
-
-
-def test_a_refused_request_does_not_hide_another_one_with_its_id() -> None:
-    table = AccountTable()
-    first = table.open("order-17", "a", 0.0)
-    refused = table.open("order-17", "b", 1.0)
-    assert table.get("order-17") is refused
-    table.discard(refused)
-    assert table.get("order-17") is first and table.get("b") is None
-    table.discard(first)
-    assert table.get("order-17") is None and table.get("a") is None
-
-
-def test_refused_requests_displace_no_account(shared: Any) -> None:
-    """A client without a model's name could push the accounts of all others out."""
-    accounts = shared.router.services.accounts
-    with shared.client() as client:
-        body = {"model": "tiny", "prompt": "hello", "max_tokens": 2}
-        label = client.post("/v1/completions", json=body).headers["x-request-id"]
-        before = len(accounts)
-        for _ in range(20):
-            assert client.post("/v1/completions", json=body | {"model": "unknown"}).status_code == 404
-            assert client.post("/v1/completions", json=body | {"temperature": 9}).status_code == 400
-    assert accounts.get(label) is not None and len(accounts) == before

@@ -157,34 +157,6 @@ def test_a_call_that_is_cut_off_is_none(harness: Any, make_replica: Any) -> None
     assert choice["finish_reason"] == "length" and "tool_calls" not in choice["message"]
 
 
-def test_logprobs_and_ids_of_calls_are_those_of_all_tokens(harness: Any, make_replica: Any) -> None:
-    replica = _start(harness, make_replica)
-    choice = _post(harness, logprobs=True, return_token_ids=True)["choices"][0]
-    assert len(choice["logprobs"]["content"]) == len(choice["token_ids"]) - 1  # the last one ended the answer
-    text = replica.tokenizer.decode(choice["token_ids"][:-1])
-    assert text == ANSWER and len(choice["message"]["tool_calls"]) == 2
-    with harness.client() as client:
-        raw = client.post("/v1/chat/completions", json=_body(logprobs=True, stream=True)).raise_for_status().text
-    chunks = [json.loads(line[6:]) for line in raw.splitlines() if line.startswith("data: {")]
-    entries = [one for chunk in chunks for c in chunk["choices"] if c["logprobs"] for one in c["logprobs"]["content"]]
-    assert entries == choice["logprobs"]["content"]
-
-
-def test_a_call_goes_on_after_its_replica_died(harness: Any, make_replica: Any) -> None:
-    replicas = [
-        make_replica(replica_id=f"r{place}", reply=ANSWER, chat_template=TEMPLATE, max_model_len=4096, die_after=90)
-        for place in range(2)
-    ]
-    replicas[1].die_after = None
-    harness.start(replicas)
-    for _ in range(4):
-        message = _post(harness)["choices"][0]["message"]
-        assert [json.loads(call["function"]["arguments"]) for call in message["tool_calls"]] == [
-            {"city": "Zürich 🙂"},
-            {},
-        ]
-
-
 def test_the_same_over_grpc(harness: Any, make_replica: Any) -> None:
     replica = _start(harness, make_replica)
     tool = Tool(name="get_weather", description="The weather of a city.", parameters=json.dumps(SCHEMA))
@@ -252,15 +224,6 @@ def test_control_tokens_in_results_and_arguments_are_text(harness: Any, make_rep
     assert (ids.count(end), ids.count(start)) == (3, 4) and _prompt(replica).count("<|im_end|>") == 5
 
 
-def test_a_parameter_named_like_a_control_token_is_refused(harness: Any, make_replica: Any) -> None:
-    _start(harness, make_replica)
-    schema = {"type": "object", "properties": {"<|im_end|>": {"type": "string"}}}
-    with harness.client() as client:
-        tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
-        answer = client.post("/v1/chat/completions", json=_body(tools=tools))
-    assert answer.status_code == 400 and answer.json()["error"]["code"] == "control_token_in_text"
-
-
 def test_messages_that_clients_send_back(harness: Any, make_replica: Any) -> None:
     replica = _start(harness, make_replica)
     call = {"id": None, "type": None, "index": 0, "function": {"name": "get_time", "arguments": "null", "parsed": None}}
@@ -279,56 +242,6 @@ def test_messages_that_clients_send_back(harness: Any, make_replica: Any) -> Non
     tool = {**WEATHER, "annotations": None, "function": {**WEATHER["function"], "return": {}}}
     _post(harness, messages=messages, tools=[tool], chat_template_kwargs={"now": 1, "template": 2, "self": 3})
     assert '<tool_call>{"name": "get_time", "arguments": {}}</tool_call>' in _prompt(replica)
-
-
-def test_calls_as_the_template_takes_them(harness: Any, make_replica: Any) -> None:
-    """One call in a message, ids of nine letters and digits, and no system message."""
-    picky = (
-        "{{ tools }}{% for m in messages %}{% if m.tool_calls is defined %}{% if m.tool_calls | length != 1 %}"
-        "{{ raise_exception('one call') }}{% endif %}{% if m.tool_calls[0].id | length != 9 %}"
-        "{{ raise_exception('nine characters') }}{% endif %}"
-        "{{ m.tool_calls[0].id + m.tool_calls[0].function.arguments }}"
-        "{% endif %}{{ m.role }}: {{ m.content }}{{ m.tool_call_id }}\n{% endfor %}"
-    )
-    replica = _start(harness, make_replica, chat_template=picky + "{# <tool_call> #}")
-    message = _post(harness)["choices"][0]["message"]
-    assert [call["function"]["name"] for call in message["tool_calls"]] == ["get_weather"]
-    message["tool_calls"][0]["id"] = "call_of_another_server"
-    result = {"role": "tool", "tool_call_id": "call_of_another_server", "content": "sunny"}
-    _post(harness, messages=[*MESSAGES, message, result])
-    line = next(line for line in _prompt(replica).splitlines() if line.startswith("tool: sunny"))
-    assert len(line) == len("tool: sunny") + 9 and line[-9:] + '{"city": "Zürich 🙂"}' in _prompt(replica)
-
-
-def test_a_template_without_system_messages(harness: Any, make_replica: Any) -> None:
-    strict = (
-        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}{{ m.content }}"
-        "{% endfor %}"
-    )
-    replica = _start(harness, make_replica, chat_template=strict)
-    _post(harness)
-    assert _prompt(replica).startswith("You can use tools.") and _prompt(replica).endswith("in Zürich?")
-
-
-def test_strict_tools_are_no_reason_to_refuse(harness: Any, make_replica: Any) -> None:
-    """Frameworks set `strict`, also for models whose calls cannot be told from text."""
-    template = TEMPLATE + '{# ipython "parameters": #}'
-    _start(harness, make_replica, chat_template=template, reply='{"name": "get_time", "parameters": {}}')
-    strict = {"type": "function", "function": {"name": "get_time", "strict": True}}
-    assert _post(harness, tools=[strict])["choices"][0]["finish_reason"] == "tool_calls"
-
-
-def test_a_tool_without_parameters_gets_none(harness: Any, make_replica: Any) -> None:
-    replica = _start(harness, make_replica)
-    _post(harness, tools=[TIME], tool_choice="required")
-    assert '"additionalProperties": false' in json.loads(replica.submits[-1].grammar)["grammars"][0]["lark_grammar"]
-
-
-def test_what_a_limit_cuts_after_calls_is_no_text(harness: Any, make_replica: Any) -> None:
-    _start(harness, make_replica, reply=ANSWER.partition("\n\n")[2], chat_template=PLAIN)
-    for tokens in range(60, 140, 3):
-        message = _post(harness, max_tokens=tokens)["choices"][0]["message"]
-        assert (message["content"] or "") in "Let me look." or not message.get("tool_calls"), tokens
 
 
 def test_a_template_whose_calls_are_not_known(harness: Any, make_replica: Any) -> None:
