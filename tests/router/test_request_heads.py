@@ -4,7 +4,6 @@ import contextlib
 import re
 import socket
 import ssl
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,11 +27,11 @@ WEBSOCKET = b"Connection: keep-alive, Upgrade\r\nUPGRADE: websocket\r\nSec-WebSo
 GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 LAST = b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
 STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) ")
-Send = Callable[..., bytes]
+Send = Callable[[bytes], bytes]
 
 
-def _post(offer: bytes, framed: tuple[bytes, bytes], path: bytes = b"/v1/completions") -> bytes:
-    lines = (b"POST %s HTTP/1.1" % path, b"Host: localhost", b"Content-Type: application/json", offer, framed[0])
+def _post(offer: bytes, framed: tuple[bytes, bytes]) -> bytes:
+    lines = (b"POST /v1/completions HTTP/1.1", b"Host: localhost", b"Content-Type: application/json", offer, framed[0])
     return b"\r\n".join(lines) + b"\r\n\r\n" + framed[1]
 
 
@@ -42,7 +41,7 @@ def _get(*headers: bytes, target: bytes = b"/health") -> bytes:
 
 @pytest.fixture(scope="module", params=["http", "https"])
 def send(request: Any, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Send]:
-    """Sends pieces, and returns what is received until the server closes."""
+    """Sends bytes, and returns what is received until the server closes."""
     made, trust = Harness(), None
     options: dict[str, Any] = {}
     if request.param == "https":
@@ -52,15 +51,13 @@ def send(request: Any, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFa
         trust, options = ssl.create_default_context(cafile=str(authority.file)), {"tls": {"cert": cert, "key": key}}
     router = made.start([FakeReplica(tokenizer)], **options)
 
-    def exchange(*pieces: bytes) -> bytes:
+    def exchange(sent: bytes) -> bytes:
         sock = socket.create_connection(("127.0.0.1", router.http_port), 10)
         if trust is not None:
             sock = trust.wrap_socket(sock, server_hostname="localhost")
         received = b""
         with sock:
-            for piece in pieces:
-                sock.sendall(piece)
-                time.sleep(0.002 if len(pieces) > 1 else 0)  # so that most of them arrive apart
+            sock.sendall(sent)
             while more := sock.recv(1 << 16):
                 received += more
         return received
