@@ -77,7 +77,6 @@ FAULTS = {  # area: files and folders of tests that start servers or ranks, send
         "worker/test_gpu_faults.py",
         "worker/parallel/test_death.py",
         "worker/parallel/test_device_calls.py",
-        "worker/parallel/test_device_order.py",
         "worker/parallel/test_group_containment.py",
         "worker/parallel/test_guided_ranks.py",
         "worker/parallel/test_hanging_step.py",

@@ -12,7 +12,6 @@ import torch
 
 from headrace_kernels import catalog
 from headrace_kernels.arguments import KernelArgumentError
-from headrace_kernels.cpu.exchange import Exchange
 from support.kernels.attention_case import Case, make_attention_case
 
 ATTENTION = catalog.PAGED_ATTENTION.available()
@@ -146,15 +145,6 @@ def test_shapes_that_do_not_fit_are_refused_by_attention(backend: str, change: C
         catalog.PAGED_ATTENTION.named(backend)(case.query, case.pool, case.meta, scale=0.3)
 
 
-@pytest.mark.parametrize("backend", NATIVE)
-def test_a_negative_window_and_missing_sinks_are_refused(backend: str) -> None:
-    case = make_attention_case([(1, 20)])
-    options: list[dict[str, Any]] = [{"window": -1}, {"sinks": torch.zeros(3)}]
-    for option in options:
-        with pytest.raises(KernelArgumentError):
-            catalog.PAGED_ATTENTION.named(backend)(case.query, case.pool, case.meta, scale=0.3, **option)
-
-
 _HEADS, _TABLE = torch.zeros(3, 4, 16), torch.zeros(3, 8)
 _POOL, _SLOTS = torch.zeros(2, 3, 4, 8, 16), torch.zeros(3, dtype=torch.int64)
 _KEYS = torch.zeros(3, dtype=torch.int64)
@@ -189,30 +179,3 @@ def test_shapes_that_do_not_fit_are_refused(op: Any, arguments: tuple[Any, ...])
         if backend != "torch":
             with pytest.raises(KernelArgumentError, match="do not fit"):
                 op.named(backend)(*arguments)
-
-
-@pytest.mark.parametrize("backend", catalog.GUMBEL_NOISE_AT.available())
-def test_ids_of_32_bits_have_the_noise_of_64(backend: str) -> None:
-    keys, ids = torch.tensor([3, 2**40]), torch.tensor([[0, 5], [7, 1]])
-    expected = catalog.GUMBEL_NOISE_AT.named("torch")(keys, ids)
-    assert torch.equal(catalog.GUMBEL_NOISE_AT.named(backend)(keys, ids.int()), expected)
-
-
-@pytest.mark.parametrize(
-    ("rank", "size", "slot_bytes"), [(0, 0, 64), (2, 2, 64), (-1, 2, 64), (0, 2, 0), (0, 2, -64), (0, 2, 100)]
-)
-def test_exchanges_of_impossible_sizes_are_refused(rank: int, size: int, slot_bytes: int) -> None:
-    with pytest.raises(KernelArgumentError, match="cannot exchange"):
-        Exchange(1 << 20, rank, size, slot_bytes, 1000)
-
-
-def test_an_exchange_refuses_tensors_that_it_cannot_read() -> None:
-    exchange = Exchange(1 << 20, 0, 2, 64, 1000)
-    for tensor in (torch.zeros(3, dtype=torch.float64), torch.zeros(4, 4).T[:, :2]):
-        with pytest.raises(KernelArgumentError, match="cannot be summed"):
-            exchange.sum(tensor)
-    with pytest.raises(KernelArgumentError, match="cannot be summed over 1 ranks"):
-        Exchange(1 << 20, 0, 1, 64, 1000).sum(torch.zeros(3))
-    for tensor, out in ((torch.zeros(4), torch.zeros(7)), (torch.zeros(4), torch.zeros(4, 2).T)):
-        with pytest.raises(KernelArgumentError, match="cannot be gathered"):
-            exchange.gather(tensor, out)

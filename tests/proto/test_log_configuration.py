@@ -14,7 +14,6 @@ import structlog
 
 from headrace_proto import logs
 from headrace_proto.logs import LogConfig, add_log_file, configure_logs
-from headrace_proto.stderr import LossyFile
 
 
 @pytest.fixture(autouse=True)
@@ -39,14 +38,6 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
 
 def _records(text: str) -> list[dict[str, str]]:
     return [json.loads(line) for line in text.splitlines()]
-
-
-def test_records_have_part_and_replica_and_respect_the_level(stream: io.StringIO) -> None:
-    configure_logs(LogConfig("rank 0", "m-0", format="json", stderr_level="warning"))
-    structlog.get_logger().info("too little")
-    structlog.get_logger().warning("enough", step=7)
-    (record,) = _records(stream.getvalue())
-    assert (record["part"], record["replica"], record["event"], record["step"]) == ("rank 0", "m-0", "enough", 7)
 
 
 def test_errors_of_libraries_have_the_same_format_and_their_warnings_are_dropped(stream: io.StringIO) -> None:
@@ -83,10 +74,3 @@ def test_without_the_file_stderr_is_used(stream: io.StringIO, tmp_path: Path) ->
     add_log_file(LogConfig("serve", path=str(tmp_path / "file" / "serve.log"), format="json"))
     (record,) = _records(stream.getvalue())
     assert record["level"] == "warning" and "serve.log cannot be opened" in record["event"]
-
-
-def test_data_that_cannot_be_written_is_dropped() -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
-    with LossyFile(writer, "w") as file:
-        assert file.write(b"lost") == 4

@@ -26,12 +26,3 @@ def test_a_closed_terminal(tmp_path: Path) -> None:
     os.close(primary)
     assert process.wait(30) == 0
     assert (tmp_path / "end").read_text() == "done"
-
-
-def test_a_closed_reader(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", PROGRAM, "0.5", str(tmp_path / "end")]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE)
-    assert process.stderr is not None
-    process.stderr.close()
-    assert process.wait(30) == 0
-    assert (tmp_path / "end").exists()

@@ -2,7 +2,6 @@
 
 from headrace_proto import replica_pb2 as pb
 from headrace_worker.core.plan import RowSampling
-from headrace_worker.runner.coverage import OPTIONS
 from headrace_worker.server.convert import to_sampling
 
 LIMITS = {"max_tokens", "ignore_eos"}  # of the request, not of its rows
@@ -32,14 +31,3 @@ def test_each_option_arrives() -> None:
         stop_token_ids=(5, 6),
         logit_bias=((4, 2.0), (9, -1.5)),
     )
-
-
-def test_a_filter_without_effect_is_off() -> None:
-    for options in (pb.Sampling(temperature=1.0), pb.Sampling(temperature=1.0, top_p=1.5, top_k=100)):
-        assert to_sampling(options, (), 100) == RowSampling()
-
-
-def test_warm_up_runs_each_option_that_has_an_example() -> None:
-    neutral = RowSampling()
-    for name in ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
-        assert any(getattr(options, name) != getattr(neutral, name) for options in OPTIONS), name

@@ -1,7 +1,6 @@
 """The replica's gRPC server with a real engine loop and a fake runner."""
 
 import asyncio
-import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -14,14 +13,12 @@ import pytest
 from headrace_proto import CONTRACT_VERSION
 from headrace_proto import replica_pb2 as pb
 from headrace_proto.channel_options import NO_PROXY, OWN_CONNECTION
-from headrace_proto.errors import ListenError
 from headrace_proto.replica_pb2_grpc import ReplicaStub
-from headrace_worker.server.server import ReplicaServer
 from support.members import MEMBER, METADATA, other_member
+from support.worker.fake_model import undisturbed
 from support.worker.served_engine import ServedEngine
 
 Make = Callable[..., Any]
-Undisturbed = Callable[[list[int], int], list[int]]
 
 
 def submit(attempt: bytes, prompt: list[int], max_tokens: int = 8, **options: Any) -> pb.Submit:
@@ -63,7 +60,7 @@ def all_finished(count: int) -> Callable[[dict[bytes, pb.Delta]], bool]:
     return lambda merged: sum(1 for delta in merged.values() if delta.finish) == count
 
 
-def test_tokens_of_many_attempts_arrive_once_and_in_order(make_served: Make, undisturbed: Undisturbed) -> None:
+def test_tokens_of_many_attempts_arrive_once_and_in_order(make_served: Make) -> None:
     served = make_served(num_blocks=512)
     random = Random(1)
     prompts = {bytes([i]) * 16: [random.randrange(10, 900) for _ in range(1 + i)] for i in range(20)}
@@ -112,20 +109,6 @@ def test_closing_the_stream_frees_everything(make_served: Make) -> None:
     while served.bench.engine.has_work:
         time.sleep(0.01)
     assert served.bench.kv.pool.used == 0
-
-
-def test_a_replica_takes_the_first_free_port_of_its_range(make_served: Make) -> None:
-    servicer = make_served().servicer
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        first = int(taken.getsockname()[1])
-        servers = [ReplicaServer("127.0.0.1", (first, last), MEMBER) for last in (first, first + 40)]
-        with pytest.raises(ListenError, match=rf"127.0.0.1:{first}: all ports are in use"):
-            servers[0].start(servicer)
-        assert first < int(servers[1].start(servicer).rpartition(":")[2]) <= first + 40
-        for server in servers:
-            server.stop()
 
 
 def test_no_call_is_answered_without_the_secret(make_served: Make) -> None:
@@ -341,35 +324,6 @@ def test_replicas_whose_contract_versions_differ_by_one_exchange_blocks(
         return error.value.details() or ""
 
     assert ("contract version" in asyncio.run(reason())) is refused
-
-
-def test_frames_report_the_submits_that_their_load_includes(make_served: Make) -> None:
-    """A router counts a submit itself until then, however many steps pass meanwhile."""
-    served = make_served(num_blocks=512)
-    submits = [submit(bytes([number]) * 16, [5, 6, 7]) for number in range(5)]
-    submits[2].model = "other"  # refused without the step loop
-    seen: list[pb.ReplicaFrame] = []
-
-    async def read() -> None:
-        async def frames() -> AsyncIterator[pb.RouterFrame]:
-            yield pb.RouterFrame(hello=HELLO, submits=submits[:4])
-            await asyncio.sleep(0.3)
-            yield pb.RouterFrame(submits=submits[4:])
-            await asyncio.sleep(60)
-
-        async with MEMBER.channel(served.address, NO_PROXY) as channel:
-            async for frame in served.stub(channel).Serve(frames(), metadata=METADATA):
-                seen.append(frame)
-                if sum(delta.finish != pb.FINISH_NONE for frame in seen for delta in frame.deltas) == 5:
-                    break
-
-    asyncio.run(read())
-    counts = [frame.submits for frame in seen if frame.HasField("submits")]
-    assert len(counts) >= len(seen) - 1 and counts == sorted(counts) and counts[-1] == 5
-    finished = 0
-    for frame in seen:
-        finished += sum(delta.finish != pb.FINISH_NONE for delta in frame.deltas)
-        assert frame.load.running + frame.load.waiting + finished >= frame.submits
 
 
 def test_a_router_gets_frames_without_tokens_at_the_interval_that_it_requests(make_served: Make) -> None:

@@ -7,6 +7,7 @@ SMALL: dict[str, Any] = {
     "max_num_seqs": 16,
     "max_num_batched_tokens": 48,
     "max_model_len": 128,
+    "cpu_threads": 1,
 }
 # A pool of blocks of four tokens: fewer than eight requests need, enough for the longest one.
 SMALL_POOL_BLOCKS = 36

@@ -11,12 +11,12 @@ from torch import Tensor
 from headrace_kernels.arguments import KernelArgumentError
 from headrace_kernels.cpu import library
 from headrace_kernels.meta import AttentionMeta
-from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.model.attention import LayerCache, StepContext, StepContextError, step_context
 from headrace_worker.model.load import load
 from headrace_worker.model.surgery import SurgeryPlan
 from headrace_worker.model.surgery.layers import FusedLayer
 from headrace_worker.model.surgery.native import NativeLayers
+from support.worker.tiny_models import replica_config
 
 pytestmark = pytest.mark.skipif(library.missing() is not None, reason="no C++ compiler")
 
@@ -31,16 +31,10 @@ ALTERNATING = ("gemma2",)  # layers that differ in kind from the one before
 
 
 @pytest.fixture(params=FAMILIES + ALTERNATING)
-def native(
-    request: pytest.FixtureRequest,
-    half: Callable[[str], Path],
-    replica: Callable[..., ReplicaConfig],
-    add_tokenizer: Callable[[Path], None],
-) -> NativeLayers:
+def native(request: pytest.FixtureRequest, half: Callable[[str], Path]) -> NativeLayers:
     """The layers of a family's tiny model."""
     folder = half(request.param)
-    add_tokenizer(folder)
-    model = load(replica(folder))
+    model = load(replica_config(folder))
     found = [module for module in model.module.modules() if isinstance(module, NativeLayers)]
     if request.param in ALTERNATING:
         assert [len(one.layers) for one in found] == [1] * 4
@@ -138,6 +132,6 @@ def test_wrong_steps_are_refused(native: NativeLayers) -> None:
             native(given, angles)
 
 
-def test_the_plan_disables_it(half: Callable[[str], Path], replica: Callable[..., ReplicaConfig]) -> None:
-    model = load(replica(half("llama-16")), plan=SurgeryPlan(native=False))
+def test_the_plan_disables_it(half: Callable[[str], Path]) -> None:
+    model = load(replica_config(half("llama-16")), plan=SurgeryPlan(native=False))
     assert not any(isinstance(module, NativeLayers) for module in model.module.modules())

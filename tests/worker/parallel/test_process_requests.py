@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.core.engine import Engine
 from headrace_worker.core.plan import StepPlan
 from headrace_worker.core.request import Finish
 from headrace_worker.offline import Completion, OfflineEngine
 from support.ranks.small_replica import SMALL_POOL_BLOCKS
 from support.ranks.varied_prompts import same, varied_prompts
+from support.worker.tiny_models import replica_config
 
 SPLITS = [(2, 1), (1, 2), (2, 2)]
 WIDE = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "tie_word_embeddings": False}
@@ -135,9 +135,7 @@ def facts(
 
 
 def test_two_ranks_hold_half_of_the_weights_and_twice_the_tokens(
-    facts: Callable[..., list[tuple[int, int, int]]],
-    replica_config: Callable[..., ReplicaConfig],
-    save_tiny: Callable[..., Path],
+    facts: Callable[..., list[tuple[int, int, int]]], save_tiny: Callable[..., Path]
 ) -> None:
     changes = WIDE | {"num_key_value_heads": 4}
     config = replica_config(save_tiny("llama", **changes), kv_cache_memory=1 << 20, max_num_seqs=16, max_model_len=128)

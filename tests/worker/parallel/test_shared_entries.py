@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from headrace_worker.comm.link import MAX_PAYLOAD, FrameKind, Link
+from headrace_worker.comm.link import FrameKind, Link
 from headrace_worker.comm.shared_entries import SharedEntries
 
 
@@ -77,19 +77,3 @@ def test_a_discarded_entry_is_gone_on_this_rank_only(ranks: Ranks) -> None:
     ranks.deliver()
     own.discard("a")
     assert own.find("a") is None and ranks.entries[0].find("a") == b"1"
-
-
-def test_an_entry_that_is_not_set_is_none_after_the_wait(ranks: Ranks) -> None:
-    assert ranks.entries[0].wait("a", 0.01) is None
-
-
-def test_an_entry_larger_than_a_frame_is_refused(ranks: Ranks) -> None:
-    with pytest.raises(ValueError, match="a frame holds"):
-        ranks.entries[0].publish("a", bytes(MAX_PAYLOAD))
-
-
-@pytest.mark.parametrize("payload", [b"", b"\x00", b"\x00\x02\xff\xff"])
-def test_a_malformed_entry_is_an_error(ranks: Ranks, payload: bytes) -> None:
-    ranks.add()
-    with pytest.raises(ValueError):
-        ranks.entries[0].receive(ranks._links[1][1], payload)
