@@ -74,7 +74,6 @@ FAULTS = {  # area: files and folders of tests that start servers or ranks, send
     ),
     "helm": ("helm/test_first_run.py",),
     "ranks": (
-        "worker/test_gpu_faults.py",
         "worker/parallel/test_death.py",
         "worker/parallel/test_device_calls.py",
         "worker/parallel/test_group_containment.py",
@@ -85,7 +84,6 @@ FAULTS = {  # area: files and folders of tests that start servers or ranks, send
         "worker/parallel/test_process_requests.py",
         "worker/parallel/test_recorded_ranks.py",
         "worker/parallel/test_rendezvous.py",
-        "worker/parallel/test_shared_entries.py",
         "worker/parallel/test_transfers.py",
     ),
     "tools": (

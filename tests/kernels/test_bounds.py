@@ -96,10 +96,7 @@ def _entry(name: str, place: Any, value: int) -> Change:
     ("change", "sentence"),
     [
         (_entry("query_starts", 1, -1), "tokens or keys"),
-        (_entry("query_starts", 1, 11), "tokens or keys"),
         (_entry("query_starts", 3, 12), "tokens or keys"),
-        (_entry("seq_lens", 1, 8), "tokens or keys"),
-        (_entry("seq_lens", 1, -1), "tokens or keys"),
         (_entry("seq_lens", 1, 2**31 - 1), "table"),
         (_entry("block_tables", (1, 0), -1), "table"),
         (_entry("block_tables", (1, 1), 2**30), "table"),
@@ -128,14 +125,9 @@ def test_slots_outside_of_the_pool_are_refused_by_the_cpp_store() -> None:
         _set("query_starts", torch.tensor([0, 1, 10], dtype=torch.int32)),
         _set("seq_lens", torch.tensor([20, 25], dtype=torch.int32)),
         _set("block_tables", torch.zeros(2, 4, dtype=torch.int32)),
-        _set("block_tables", torch.zeros(3, dtype=torch.int32)),
         lambda case: setattr(case, "query", case.query[:, :3]),
         lambda case: setattr(case, "query", case.query[..., :8]),
-        lambda case: setattr(case, "query", case.query[0]),
         lambda case: setattr(case, "pool", case.pool[0]),
-        lambda case: setattr(case, "pool", case.pool[:1]),
-        lambda case: setattr(case, "pool", case.pool[:, :, :0]),
-        lambda case: setattr(case, "pool", case.pool[:, :, :, :0]),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused_by_attention(backend: str, change: Change) -> None:
@@ -150,25 +142,13 @@ _POOL, _SLOTS = torch.zeros(2, 3, 4, 8, 16), torch.zeros(3, dtype=torch.int64)
 _KEYS = torch.zeros(3, dtype=torch.int64)
 UNFIT: list[tuple[Any, tuple[Any, ...]]] = [
     (catalog.WRITE_KV, (_HEADS, _HEADS[:, :3], _POOL, _SLOTS)),
-    (catalog.WRITE_KV, (_HEADS[:, :3], _HEADS[:, :3], _POOL, _SLOTS)),
-    (catalog.WRITE_KV, (_HEADS[..., :8], _HEADS[..., :8], _POOL, _SLOTS)),
     (catalog.WRITE_KV, (_HEADS, _HEADS, _POOL, _SLOTS[:2])),
-    (catalog.WRITE_KV, (_HEADS, _HEADS, _POOL[0], _SLOTS)),
     (catalog.ROPE_WRITE_KV, (_HEADS, _HEADS, _HEADS[:2], _TABLE, _TABLE, _POOL, _SLOTS)),
-    (catalog.ROPE_WRITE_KV, (_HEADS, _HEADS, _HEADS, _TABLE[:2], _TABLE[:2], _POOL, _SLOTS)),
-    (catalog.ROPE_WRITE_KV, (_HEADS, _HEADS[:2], _HEADS, _TABLE, _TABLE, _POOL, _SLOTS)),
     (catalog.ROPE_WRITE_KV, (_HEADS, _HEADS, _HEADS, _TABLE, _TABLE[:, :6], _POOL, _SLOTS)),
-    (catalog.ROPE_WRITE_KV, (_HEADS, _HEADS, _HEADS, _TABLE[:, :7], _TABLE[:, :7], _POOL, _SLOTS)),
-    (catalog.ROPE_WRITE_KV, (_HEADS[..., :6], _HEADS, _HEADS, _TABLE, _TABLE, _POOL, _SLOTS)),
     (catalog.RMS_NORM, (_TABLE, torch.ones(9), 1e-5)),
-    (catalog.RMS_NORM, (_TABLE, torch.ones(4), 1e-5)),
-    (catalog.RMS_NORM, (_TABLE[:, :0], torch.ones(0), 1e-5)),
     (catalog.ADD_RMS_NORM, (_TABLE, _TABLE, torch.ones(7), 1e-5)),
     (catalog.SILU_MUL, (_TABLE[:, :7],)),
-    (catalog.ROW_LOGSUMEXP, (_TABLE[:, :0],)),
-    (catalog.GUMBEL_NOISE_AT, (_KEYS.int(), torch.zeros(3, 2, dtype=torch.int64))),
     (catalog.GUMBEL_NOISE_AT, (_KEYS, torch.zeros(4, 2, dtype=torch.int64))),
-    (catalog.GUMBEL_ARGMAX, (_TABLE[:, :0], _KEYS)),
     (catalog.GUMBEL_ARGMAX, (_TABLE, _KEYS[:2])),
 ]
 

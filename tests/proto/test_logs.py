@@ -1,6 +1,8 @@
-"""Log lines as text and as JSON, the log file of a process, and output of native code."""
+"""Log lines as text and as JSON, the log file of a process, output of native code, and a closed terminal."""
 
 import json
+import os
+import pty
 import subprocess
 import sys
 from pathlib import Path
@@ -111,3 +113,25 @@ def test_a_signal_handler_may_log_while_a_line_is_written(tmp_path: Path) -> Non
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0 and done.stderr.endswith(" end\n"), done.stderr[-2000:]
     assert done.stderr.count("handled") >= 2000
+
+
+IN_A_TERMINAL = """
+import sys, time
+import structlog
+from headrace_proto.logs import LogConfig, configure_logs
+configure_logs(LogConfig("test"))
+structlog.get_logger().info("one ünd")
+time.sleep(float(sys.argv[1]))
+structlog.get_logger().info("two")
+open(sys.argv[2], "w").write("done")
+"""
+
+
+def test_a_closed_terminal(tmp_path: Path) -> None:
+    primary, secondary = pty.openpty()
+    process = subprocess.Popen([sys.executable, "-c", IN_A_TERMINAL, "0.5", str(tmp_path / "end")], stderr=secondary)
+    os.close(secondary)
+    assert "one ünd".encode() in os.read(primary, 100)
+    os.close(primary)
+    assert process.wait(30) == 0
+    assert (tmp_path / "end").read_text() == "done"

@@ -14,7 +14,7 @@ import pytest
 from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.core.plan import StepPlan, Work
 from headrace_worker.profiling.profiler import StepProfiler, Window, make_profiler
-from headrace_worker.profiling.report import Operator, ProfileFailedError, ProfileFolderError, ProfileRefusedError
+from headrace_worker.profiling.report import Operator, ProfileFailedError, ProfileRefusedError
 from headrace_worker.profiling.stepping import ProfiledRunner
 from headrace_worker.profiling.trace_table import top_operators
 from support.worker.engine_bench import make_bench
@@ -152,26 +152,6 @@ def test_a_step_that_fails_keeps_its_error(bench: Bench) -> None:
         raise ValueError("the model")
     bench.steps(1)
     assert window.wait(5).steps == 2
-
-
-def test_the_folder_is_checked_at_start(tmp_path: Path) -> None:
-    def config(folder: Path | None) -> ReplicaConfig:
-        return ReplicaConfig(
-            replica_id="m-0",
-            generation=4,
-            model="m",
-            source="",
-            profile_dir=str(folder) if folder else None,
-        )
-
-    assert make_profiler(config(None), 0) is None
-    assert make_profiler(config(tmp_path / "a" / "b"), 1) is not None
-    assert (tmp_path / "a" / "b").is_dir() and not list((tmp_path / "a" / "b").iterdir())
-    (tmp_path / "file").touch()
-    with pytest.raises(ProfileFolderError, match="--profile"):
-        make_profiler(config(tmp_path / "file"), 0)
-    with pytest.raises(ProfileFolderError, match="--profile"):
-        make_profiler(config(Path("/proc/nothing")), 0)
 
 
 def test_operators_are_ranked_by_their_own_time() -> None:

@@ -204,6 +204,23 @@ def test_eight_failed_steps_in_a_row_end_the_replica() -> None:
         fail_steps(1)
 
 
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_long_step_counts_as_long_while_it_is_waited_for(depth: int) -> None:
+    """A shorter one may be planned before: what bounds the wait must not be the shorter one's prediction."""
+    bench = make_bench(depth=depth)
+    for tokens in (1, 32) * 9:  # a token takes a second
+        bench.engine.latency.observe(tokens if tokens > 1 else 0, int(tokens == 1), 0, float(tokens))
+    waits: list[tuple[float, float]] = []
+
+    def collected(plan: StepPlan) -> None:
+        waits.append((bench.engine.longest_step, sum(work.count for work in plan.work)))
+
+    bench.runner.on_collect = collected
+    bench.run([bench.request(prompt_of(1, 30), max_tokens=6)])
+    assert waits[0][0] > 20 and waits[0][1] == 30
+    assert waits[-1][0] < 2 and waits[-1][1] == 1
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_results_of_steps_launched_after_a_failed_one_are_never_emitted(depth: int) -> None:
     """The failure is detected when the step is collected; the next ones have used its KV and tokens by then."""

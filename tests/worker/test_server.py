@@ -1,6 +1,7 @@
 """The replica's gRPC server with a real engine loop and a fake runner."""
 
 import asyncio
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -13,7 +14,9 @@ import pytest
 from headrace_proto import CONTRACT_VERSION
 from headrace_proto import replica_pb2 as pb
 from headrace_proto.channel_options import NO_PROXY, OWN_CONNECTION
+from headrace_proto.errors import ListenError
 from headrace_proto.replica_pb2_grpc import ReplicaStub
+from headrace_worker.server.server import ReplicaServer
 from support.members import MEMBER, METADATA, other_member
 from support.worker.fake_model import undisturbed
 from support.worker.served_engine import ServedEngine
@@ -111,6 +114,20 @@ def test_closing_the_stream_frees_everything(make_served: Make) -> None:
     assert served.bench.kv.pool.used == 0
 
 
+def test_a_replica_takes_the_first_free_port_of_its_range(make_served: Make) -> None:
+    servicer = make_served().servicer
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        first = int(taken.getsockname()[1])
+        servers = [ReplicaServer("127.0.0.1", (first, last), MEMBER) for last in (first, first + 40)]
+        with pytest.raises(ListenError, match=rf"127.0.0.1:{first}: all ports are in use"):
+            servers[0].start(servicer)
+        assert first < int(servers[1].start(servicer).rpartition(":")[2]) <= first + 40
+        for server in servers:
+            server.stop()
+
+
 def test_no_call_is_answered_without_the_secret(make_served: Make) -> None:
     served = make_served()
 
@@ -152,33 +169,6 @@ def test_describe_sends_the_tokenizer_unless_it_is_known(make_served: Make) -> N
     assert (facts.max_model_len, len(tokenizer)) == (200, 3 << 19)
     assert asyncio.run(describe(b"d"))[1] == b""
     assert asyncio.run(describe(b"", facts_only=True)) == (facts, b"")
-
-
-def test_a_new_role_is_in_the_next_message(make_served: Make) -> None:
-    served = make_served()
-
-    async def roles() -> list[int]:
-        async with (
-            MEMBER.channel(served.address, NO_PROXY) as channel,
-            MEMBER.channel(served.address, NO_PROXY) as own,
-        ):
-            watcher: Any = served.stub(own)
-            stub = served.stub(channel)
-            facts = (await stub.Describe(pb.DescribeRequest(), metadata=METADATA).read()).facts
-            stream = watcher.WatchHealth(pb.HealthRequest(interval_ms=50), metadata=METADATA)
-            before = (await stream.read()).identity
-            served.description.set_role(pb.ROLE_PREFILL)
-            after = (await stream.read()).identity
-            again = (await stub.Describe(pb.DescribeRequest(), metadata=METADATA).read()).facts
-            call = stub.Serve(metadata=METADATA)
-            await call.write(pb.RouterFrame(hello=HELLO))
-            hello = (await call.read()).hello
-            assert again.max_model_len == facts.max_model_len and again.identity.boot_id == facts.identity.boot_id
-            found = [facts.identity.role, before.role, after.role, again.identity.role, hello.role]
-        return found
-
-    unset = pb.ROLE_UNSPECIFIED
-    assert asyncio.run(roles()) == [unset, unset, pb.ROLE_PREFILL, pb.ROLE_PREFILL, pb.ROLE_PREFILL]
 
 
 def test_cache_events_rebuild_the_cached_hashes(make_served: Make) -> None:

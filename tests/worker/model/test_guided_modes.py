@@ -125,36 +125,6 @@ def test_guided_and_free_requests_do_not_change_each_other(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_preemption_and_cancels(mode: str, engine_in: Callable[..., OfflineEngine]) -> None:
-    work = workload(36, seed=2)
-    expected = engine_in("llama", "one at a time").generate(work)
-    offline = engine_in("llama", mode, kv_cache_memory=100_000)
-    engine, random, submitted = offline.assembly.engine, Random(3), []
-    submit = engine.submit
-
-    def remember(request: Any) -> Any:
-        submitted.append(request)
-        return submit(request)
-
-    def cancel_some() -> None:
-        request = random.choice(submitted)
-        if submitted.index(request) % 3 == 0:
-            engine.cancel(request.attempt_id)
-        engine.scheduler.check()
-
-    engine.submit = remember  # type: ignore[method-assign]
-    found = offline.generate(work, after_step=cancel_some)
-    for index, (one, other) in enumerate(zip(found, expected, strict=True)):
-        if one.finish is not None:
-            assert same([one], [other])
-        else:
-            assert index % 3 == 0 and one.token_ids == other.token_ids[: len(one.token_ids)]
-    assert sum(one.finish is None for one in found) > 2
-    assert engine.scheduler.counters.preemptions > 0
-    assert offline.assembly.kv.pool.used == 0
-
-
-@pytest.mark.parametrize("mode", MODES)
 def test_a_mask_that_allows_nothing_ends_its_request_only(mode: str, engine_in: Callable[..., OfflineEngine]) -> None:
     """After two tokens; greedy and sampled, filtered and penalised."""
 
@@ -170,3 +140,18 @@ def test_a_mask_that_allows_nothing_ends_its_request_only(mode: str, engine_in: 
     assert [(one.finish, len(one.token_ids)) for one in found[:8]] == [(Finish.ERROR, 2)] * 8
     assert all(one.error.startswith("the constraint of this output allows no token") for one in found[:8])
     assert same(found[8:], engine_in("llama", "one at a time").generate(others))
+
+
+def test_logprobs_are_those_of_the_model_and_not_of_the_mask(
+    engine_in: Callable[..., OfflineEngine], tiny: Callable[[str], Path]
+) -> None:
+    sampling = RowSampling(temperature=1.0, seed=3, top_k=5, logprobs=2)
+    prompt = [4, 5, 6]
+    guide = lambda: RuleGuide(VOCABULARY, one_in(60, VOCABULARY))  # noqa: E731
+    found = engine_in("llama", "one ahead").generate([Prompt(prompt, 6, sampling, guide=guide)])[0]
+    model = AutoModelForCausalLM.from_pretrained(tiny("llama"), dtype=torch.float32).eval()
+    with torch.inference_mode():
+        logprobs = model(torch.tensor([prompt + found.token_ids])).logits[0, 2:-1].log_softmax(-1)
+    for row, (token, entry) in enumerate(zip(found.token_ids, found.logprobs, strict=True)):
+        assert abs(entry.logprob - float(logprobs[row, token])) < 1e-3
+        assert abs(entry.top_logprobs[0] - float(logprobs[row].max())) < 1e-3

@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import Mock
 
 import pytest
 
@@ -32,22 +33,6 @@ class FullError(RuntimeError):
 def folder(tiny: Callable[[str], Any]) -> Path:
     made: Path = tiny("llama")
     return made
-
-
-@pytest.fixture
-def full(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RecordingDevice]:
-    """Makes a device where a method of an object, or of its recorder, cannot allocate its memory."""
-
-    def fail(*_: Any) -> None:
-        raise FullError("out of memory")
-
-    def device(target: Any = None, name: str = "") -> RecordingDevice:
-        made = RecordingDevice()
-        made.full = FullError
-        monkeypatch.setattr(made.steps if target is None else target, name, fail)
-        return made
-
-    return device
 
 
 class LiveRecorder(CallingRecorder):
@@ -124,9 +109,12 @@ def test_the_cache_gets_what_steps_and_recordings_leave(folder: Path) -> None:
         assemble(replica_config(folder, **small), device=MeteredDevice())
 
 
-def test_a_step_that_does_not_fit_is_explained(folder: Path, full: Callable[..., RecordingDevice]) -> None:
+def test_a_step_that_does_not_fit_is_explained(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = RecordingDevice()
+    device.full = FullError
+    monkeypatch.setattr(Runner, "forward", Mock(side_effect=FullError("out of memory")))
     with pytest.raises(MemoryTooSmallError, match=r"A step of 24 tokens does not fit .* --max-num-batched-tokens"):
-        assemble(replica_config(folder, **SIZES), device=full(Runner, "forward"))
+        assemble(replica_config(folder, **SIZES), device=device)
 
 
 class FailingAt(CallingRecorder):

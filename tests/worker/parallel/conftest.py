@@ -24,14 +24,11 @@ from headrace_worker.model.surgery import SurgeryPlan
 from headrace_worker.offline import Completion, OfflineEngine, Prompt
 from headrace_worker.runner import Runner
 from headrace_worker.runner.pools import KVPools
-from support.ranks.families import FAMILIES, TINY
-from support.ranks.guided_workload import guided_workload, outcome
+from support.ranks.families import FAMILIES, LLAMA_BLOCK_BYTES, SMALL, SMALL_POOL_BLOCKS, TINY
 from support.ranks.process_ranks import ForkServer, ProcessReplica, RankGroup
 from support.ranks.router_client import RouterClient
-from support.ranks.sharded_replica import ShardedReplica
-from support.ranks.small_replica import LLAMA_BLOCK_BYTES, SMALL, SMALL_POOL_BLOCKS
-from support.ranks.thread_communicator import ThreadCommunicator, ThreadGroup
-from support.ranks.threaded_runner import ThreadedRunner
+from support.ranks.thread_ranks import ShardedReplica, ThreadCommunicator, ThreadedRunner, ThreadGroup
+from support.ranks.workloads import guided_workload, outcome
 from support.worker.tiny_models import replica_config, save_random
 
 TIE = 1e-3

@@ -4,7 +4,6 @@ import threading
 from collections.abc import Iterator
 from datetime import timedelta
 
-import numpy as np
 import pytest
 from torch._C._distributed_c10d import HashStore
 
@@ -67,21 +66,6 @@ def test_received_commands_equal_the_sent_ones(groups: list[Group]) -> None:
     for command in COMMANDS:
         first.send_command(command)
         assert [other.receive_command() for other in others] == [command, command]
-
-
-def test_masks_are_sent_to_one_rank_only_and_unchanged(groups: list[Group]) -> None:
-    first, second, third = (Channel(group, 0) for group in groups)
-    masks = {0: np.array([1, -1, 1 << 30], np.int32), 7: np.arange(-2500, 2500, dtype=np.int32)}
-    sending = threading.Thread(target=first.send_command, args=(Draw.of(4, masks), 2))
-    sending.start()
-    draw = third.receive_command()
-    sending.join(30)
-    assert isinstance(draw, Draw) and draw.step == 4
-    assert {index: mask.tolist() for index, mask in draw.unpacked().items()} == {
-        index: mask.tolist() for index, mask in masks.items()
-    }
-    first.send_command(StopRank())
-    assert [second.receive_command(), third.receive_command()] == [StopRank(), StopRank()]
 
 
 @pytest.mark.parametrize("size", [CAPACITY - 1, CAPACITY, CAPACITY + 1, 2 * CAPACITY, 3_000_000])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from support.ranks.guided_workload import guided_workload, outcome
+from support.ranks.workloads import guided_workload, outcome
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from headrace_worker.core.config import Rendezvous
 from headrace_worker.ranks.loaded_facts import describe_difference
-from support.ranks.small_replica import SMALL
+from support.ranks.families import SMALL
 from support.worker.tiny_models import replica_config
 
 

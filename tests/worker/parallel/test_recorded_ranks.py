@@ -2,7 +2,6 @@
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,15 +9,7 @@ from typing import Any
 
 import pytest
 
-from headrace_worker.comm.errors import RankLostError
-from headrace_worker.comm.failure_detection import FailureDetector
-from headrace_worker.device.cpu import CpuDevice
-from headrace_worker.device.rank_device import RankDevice
-from headrace_worker.ranks.recording import CollectiveRecorder, RecordingFailedError
-from support.ranks.guided_workload import guided_workload, outcome
-from support.ranks.prompts import prompts
-from support.worker.recorders import CallingRecorder, FaultyRecorder
-from support.worker.recording_device import RecordingDevice
+from support.ranks.workloads import guided_workload, outcome, prompts
 
 SECONDS = 2.0
 CASES = [("llama", 2, False), ("llama", 4, False), ("gemma2", 2, False), ("qwen3_moe", 2, False), ("gpt_oss", 2, True)]
@@ -168,54 +159,3 @@ def test_a_rank_without_memory_for_the_buffers_of_recordings(
         mixed = prompts(6)
         check_oracle(folder, mixed, replica.run(mixed, 6))
     assert replica.replays() == [[], []]
-
-
-class FakeAllGather:
-    """Replaces the all-gather of a rank whose peers have the values `others`, or never join."""
-
-    def __init__(self, detector: FailureDetector, others: list[str] | None) -> None:
-        self._detector, self._others = detector, others
-
-    def gather(self, value: str) -> list[str]:
-        if self._others is not None:
-            return [value, *self._others]
-        lost = threading.Event()
-        self._detector.on_loss(lambda failure: lost.set())
-        assert lost.wait(10), "it waits forever"
-        self._detector.check()
-        raise AssertionError
-
-
-def collective(
-    recorder: CallingRecorder, others: list[str] | None, detector: FailureDetector, device: RankDevice | None = None
-) -> CollectiveRecorder:
-    all_gather: Any = FakeAllGather(detector, others)
-    return CollectiveRecorder(recorder, all_gather, detector, device or CpuDevice(), timeout=0.2)
-
-
-def test_a_sum_that_cannot_be_recorded_is_not_a_lost_rank() -> None:
-    """Groups report every error as a broken connection; a rank is lost only if the detector reports it."""
-
-    class Unrecordable(CallingRecorder):
-        def record(self, step: Callable[[], None]) -> Callable[[], None]:
-            raise RankLostError("the connection between the ranks broke: RuntimeError") from RuntimeError("capturing")
-
-    detector = FailureDetector(0)
-    with pytest.raises(RecordingFailedError, match=r"rank 0 could not record a step \(RuntimeError\)"):
-        collective(Unrecordable(), [""], detector).record(lambda: None)
-    assert detector.failure is None
-    detector.fail("it ran out of memory")
-    with pytest.raises(RankLostError, match="ran out of memory"):
-        collective(Unrecordable(), [""], detector).record(lambda: None)
-
-
-@pytest.mark.parametrize("at", ["warm_up", "record"])
-def test_an_error_that_ends_the_device_is_not_blamed_on_the_model(at: str) -> None:
-    """Without recordings the rank would serve on a device on which nothing can be computed."""
-    device = RecordingDevice()
-    device.lost = ArithmeticError
-    detector = FailureDetector(0)
-    recorder = collective(FaultyRecorder(at, 1), [""], detector, device)
-    with pytest.raises(RankLostError, match=r"rank 0 .* failed: cpu is in error \(ArithmeticError: a secret detail\)"):
-        getattr(recorder, at)(lambda: None)
-    assert "--cuda-graphs" not in str(detector.failure)

@@ -98,28 +98,3 @@ def test_a_source_that_was_silent_is_avoided() -> None:
     assert not begin("there") and begin("elsewhere")
     bench.clock.now += limits.avoid_silent
     assert begin("there")
-
-
-def test_sources_are_few_and_forgotten() -> None:
-    """A request names its source: a router can name any number of them."""
-    bench = make_bench()
-    exchange, limits = bench.engine.exchange, bench.engine.exchange.fetcher.limits
-
-    def begin(source: str) -> bool:
-        return bool(exchange.begin(bench.request(list(range(1, 40)), source=source), seconds_per_token=1.0))
-
-    names = [f"there-{number}" for number in range(limits.sources + 1)]
-    assert [begin(name) for name in names] == [True] * limits.sources + [False]
-    assert begin(names[0])
-    exchange.source_lost(names[1])
-    assert not begin(names[1]) and not begin("another"), "it is avoided for a while"
-    bench.clock.now += limits.avoid
-    assert begin("another") and not begin(names[1])
-    bench.clock.now += limits.silence + limits.avoid
-    exchange.tick()
-    assert not begin("one more"), "a connection that is not lost counts without a fetch, too"
-    for name in [*names[2:], names[0], "another"]:
-        exchange.source_lost(name)
-    bench.clock.now += limits.avoid_silent
-    again = [f"again-{number}" for number in range(limits.sources + 1)]
-    assert [begin(name) for name in again] == [True] * limits.sources + [False], "the lost ones are forgotten"

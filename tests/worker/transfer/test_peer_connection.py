@@ -18,7 +18,6 @@ from headrace_worker.core.transfer.shards import KvShards, RankShard, plan_route
 from headrace_worker.device.cpu import CpuDevice
 from headrace_worker.device.rank_device import RankDevice
 from headrace_worker.kv_transfer import peer_connection as module
-from headrace_worker.kv_transfer.chunk_bytes import PieceMac, Trailer
 from headrace_worker.kv_transfer.peer_connection import PeerConnection
 from headrace_worker.model.attention import LayerCache
 from support.worker.recording_device import RecordingDevice
@@ -219,21 +218,3 @@ def test_an_unexpected_chunk_ends_the_pair(
     assert isinstance(reports[1], PairFailed) and "another chunk" in reports[1].error
     source.close()
     target.close()
-
-
-def test_a_changed_byte_or_another_key_is_detected() -> None:
-    """An unauthenticated peer on the network can compute any checksum, and no MAC."""
-    key = bytes(32)
-    piece = torch.arange(64, dtype=torch.uint8)
-    sent = PieceMac(key)
-    sent.add(piece)
-    trailer = Trailer.decode(sent.trailer(7, 0, complete=True).encode())
-    for other_key, other_piece, fetch, matches in (
-        (key, piece, 7, True),
-        (key, piece + 1, 7, False),
-        (bytes([1]) * 32, piece, 7, False),
-        (key, piece, 8, False),
-    ):
-        received = PieceMac(other_key)
-        received.add(other_piece)
-        assert trailer.equals(received.trailer(fetch, 0, complete=True)) is matches
