@@ -9,7 +9,7 @@ _EXPERTS = {"num_experts_per_tok": 2, "head_dim": 16}
 
 
 FAMILIES: dict[str, dict[str, Any]] = {
-    **{name: options for name, options in tiny_models.FAMILIES.items() if name != "mistral-full"},
+    **tiny_models.FAMILIES,
     "gpt_neox": {"num_key_value_heads": None},
     "glm4": {"head_dim": 16},
     "cohere2": {"sliding_window": 7, "head_dim": 16},

@@ -36,7 +36,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3-16": {"model_type": "phi3", "sliding_window": None, "hidden_size": 64},
     "granite-16": {"model_type": "granite", "residual_multiplier": 0.5, "hidden_size": 64},
     "mistral-16": {"model_type": "mistral", "sliding_window": 9, "head_dim": 16},
-    "mistral-full": {"model_type": "mistral", "sliding_window": None, "head_dim": 12},
     "gemma2": {"num_hidden_layers": 4, "head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 16},
     "gemma3_text": {"num_hidden_layers": 6, "head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 16},
     "phi3": {"sliding_window": None},
