@@ -72,10 +72,8 @@ FAULTS = {  # area: files and folders of tests that start servers or ranks, send
     ),
     "helm": ("helm/test_first_run.py",),
     "ranks": (
-        "worker/test_gpu_faults.py",
         "worker/parallel/test_death.py",
         "worker/parallel/test_device_calls.py",
-        "worker/parallel/test_device_order.py",
         "worker/parallel/test_group_containment.py",
         "worker/parallel/test_guided_ranks.py",
         "worker/parallel/test_hanging_step.py",
@@ -84,7 +82,6 @@ FAULTS = {  # area: files and folders of tests that start servers or ranks, send
         "worker/parallel/test_process_requests.py",
         "worker/parallel/test_recorded_ranks.py",
         "worker/parallel/test_rendezvous.py",
-        "worker/parallel/test_shared_entries.py",
         "worker/parallel/test_transfers.py",
     ),
     "tools": (

@@ -1,11 +1,10 @@
-"""Random paged batches for the tests of kernels; memory that ops allocate is NaN until they write it."""
+"""Memory that ops allocate is NaN until they write it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
 
-from support.kernels.attention_case import Case, make_attention_case
 from support.kernels.triton_backend import run_triton_here
 
 run_triton_here()  # before tests are imported: they read which backends are available
@@ -17,8 +16,3 @@ def poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture
-def make_case() -> Callable[..., Case]:
-    return make_attention_case

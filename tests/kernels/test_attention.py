@@ -1,12 +1,10 @@
 """Every attention backend against the definition, with memory that is NaN where no valid data was written."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
-from headrace_kernels import AttentionMeta, catalog, ops, write_kv
-from support.kernels.attention_case import Case
+from headrace_kernels import AttentionMeta, catalog, ops
+from support.kernels.attention_case import make_attention_case
 
 BACKENDS = catalog.PAGED_ATTENTION.available()
 
@@ -21,17 +19,19 @@ MIXES = {
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("mix", MIXES)
-def test_mixes(make_case: Callable[..., Case], backend: str, mix: str) -> None:
-    case = make_case(MIXES[mix], heads=6, kv_heads=2, head_dim=32)
+def test_mixes(backend: str, mix: str) -> None:
+    case = make_attention_case(MIXES[mix], heads=6, kv_heads=2, head_dim=32)
     out = catalog.PAGED_ATTENTION.named(backend)(case.query, case.pool, case.meta, scale=0.2)
     torch.testing.assert_close(out, case.naive(0.2).float(), atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("head_dim", [8, 16, 24, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("head_dim", [8, 24, 80, 128, 256])
 @pytest.mark.parametrize("group", [1, 3, 8])
-def test_head_sizes(make_case: Callable[..., Case], backend: str, head_dim: int, group: int) -> None:
-    case = make_case([(1, 20), (9, 25), (1, 3)], heads=2 * group, kv_heads=2, head_dim=head_dim, seed=head_dim)
+def test_head_sizes(backend: str, head_dim: int, group: int) -> None:
+    case = make_attention_case(
+        [(1, 20), (9, 25), (1, 3)], heads=2 * group, kv_heads=2, head_dim=head_dim, seed=head_dim
+    )
     out = catalog.PAGED_ATTENTION.named(backend)(case.query, case.pool, case.meta, scale=head_dim**-0.5)
     torch.testing.assert_close(out, case.naive(head_dim**-0.5).float(), atol=2e-6, rtol=1e-5)
 
@@ -39,10 +39,8 @@ def test_head_sizes(make_case: Callable[..., Case], backend: str, head_dim: int,
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("window", [1, 5, 16, 64])
 @pytest.mark.parametrize("block_size", [4, 16, 32])
-def test_window_reads_no_freed_block(
-    make_case: Callable[..., Case], backend: str, window: int, block_size: int
-) -> None:
-    case = make_case([(1, 100), (30, 90), (1, 3), (16, 16)], block_size=block_size, window=window)
+def test_window_reads_no_freed_block(backend: str, window: int, block_size: int) -> None:
+    case = make_attention_case([(1, 100), (30, 90), (1, 3), (16, 16)], block_size=block_size, window=window)
     out = catalog.PAGED_ATTENTION.named(backend)(case.query, case.pool, case.meta, scale=0.25, window=window)
     torch.testing.assert_close(out, case.naive(0.25, window).float(), atol=2e-6, rtol=1e-5)
 
@@ -50,8 +48,8 @@ def test_window_reads_no_freed_block(
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("softcap", [0.0, 0.5, 30.0])
 @pytest.mark.parametrize("with_sinks", [False, True])
-def test_softcap_and_sinks(make_case: Callable[..., Case], backend: str, softcap: float, with_sinks: bool) -> None:
-    case = make_case([(1, 40), (12, 12), (5, 70)], heads=4, kv_heads=1)
+def test_softcap_and_sinks(backend: str, softcap: float, with_sinks: bool) -> None:
+    case = make_attention_case([(1, 40), (12, 12), (5, 70)], heads=4, kv_heads=1)
     sinks = torch.tensor([3.0, -2.0, 0.0, 50.0]) if with_sinks else None
     out = catalog.PAGED_ATTENTION.named(backend)(
         case.query, case.pool, case.meta, scale=1.0, softcap=softcap, sinks=sinks
@@ -60,16 +58,16 @@ def test_softcap_and_sinks(make_case: Callable[..., Case], backend: str, softcap
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_large_scores_do_not_overflow(make_case: Callable[..., Case], backend: str) -> None:
-    case = make_case([(1, 40), (12, 12)])
+def test_large_scores_do_not_overflow(backend: str) -> None:
+    case = make_attention_case([(1, 40), (12, 12)])
     case.query *= 1e3
     out = catalog.PAGED_ATTENTION.named(backend)(case.query, case.pool, case.meta, scale=1.0)
     torch.testing.assert_close(out, case.naive(1.0).float(), atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_strided_query(make_case: Callable[..., Case], backend: str) -> None:
-    case = make_case([(1, 40), (12, 12)], heads=4)
+def test_strided_query(backend: str) -> None:
+    case = make_attention_case([(1, 40), (12, 12)], heads=4)
     merged = torch.randn(13, 4 + 2 + 2, 16)
     merged[:, :4] = case.query
     out = catalog.PAGED_ATTENTION.named(backend)(merged[:, :4], case.pool, case.meta, scale=0.3)
@@ -91,28 +89,12 @@ def test_write_kv(backend: str, dtype: torch.dtype) -> None:
     assert int(pool.isfinite().all(-1).sum()) == 3 * 2 * 3  # nothing else was written
 
 
-def test_low_precision_pool(make_case: Callable[..., Case]) -> None:
-    case = make_case([(1, 40), (12, 12)])
-    out = ops.paged_attention(case.query.bfloat16(), case.pool.bfloat16(), case.meta, scale=0.3)
-    assert out.dtype == torch.bfloat16
-    torch.testing.assert_close(out.float(), case.naive(0.3).float(), atol=0.03, rtol=0.03)
-
-
-def test_written_tokens_are_attended(make_case: Callable[..., Case]) -> None:
-    case = make_case([(3, 10)])
-    fresh = torch.randn(2, 3, 2, 16)
-    write_kv(fresh[0], fresh[1], case.pool, case.meta.slots)
-    case.keys[0][7:], case.values[0][7:] = fresh[0], fresh[1]
-    out = ops.paged_attention(case.query, case.pool, case.meta, scale=0.3)
-    torch.testing.assert_close(out, case.naive(0.3).float(), atol=2e-6, rtol=1e-5)
-
-
-def test_bits_do_not_depend_on_the_batch_or_on_prefill_and_decode(make_case: Callable[..., Case]) -> None:
+def test_bits_do_not_depend_on_the_batch_or_on_prefill_and_decode() -> None:
     """A row alone, in a batch, as the tail of a prefill or as a decode: the same bits (C++ backend)."""
     if "cpu" not in BACKENDS:
         pytest.skip("no C++ compiler: apt-get install g++")
     run = catalog.PAGED_ATTENTION.named("cpu")
-    case = make_case([(1, 700), (90, 700), (40, 40), (3, 1030)], heads=6, kv_heads=2, head_dim=32)
+    case = make_attention_case([(1, 700), (90, 700), (40, 40), (3, 1030)], heads=6, kv_heads=2, head_dim=32)
     whole = run(case.query, case.pool, case.meta, scale=0.2)
     for s, (query_len, seq_len) in enumerate(case.lens):
         start = int(case.meta.query_starts[s])
@@ -129,8 +111,8 @@ def test_bits_do_not_depend_on_the_batch_or_on_prefill_and_decode(make_case: Cal
             assert torch.equal(run(case.query[rows], case.pool, meta, scale=0.2), whole[rows])
 
 
-def test_bits_do_not_depend_on_threads(make_case: Callable[..., Case]) -> None:
-    case = make_case([(1, 1700), (90, 700), (3, 1030)], heads=6, kv_heads=2, head_dim=32)
+def test_bits_do_not_depend_on_threads() -> None:
+    case = make_attention_case([(1, 1700), (90, 700), (3, 1030)], heads=6, kv_heads=2, head_dim=32)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
@@ -141,8 +123,8 @@ def test_bits_do_not_depend_on_threads(make_case: Callable[..., Case]) -> None:
         torch.set_num_threads(before)
 
 
-def test_a_nan_sequence_affects_no_other(make_case: Callable[..., Case]) -> None:
-    case = make_case([(1, 40), (12, 12), (5, 70)], heads=4, kv_heads=2)
+def test_a_nan_sequence_affects_no_other() -> None:
+    case = make_attention_case([(1, 40), (12, 12), (5, 70)], heads=4, kv_heads=2)
     expected = case.naive(0.3).float()
     case.query[1:13] = float("nan")
     out = ops.paged_attention(case.query, case.pool, case.meta, scale=0.3)

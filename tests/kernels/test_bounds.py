@@ -12,7 +12,6 @@ import torch
 
 from headrace_kernels import catalog
 from headrace_kernels.arguments import KernelArgumentError
-from headrace_kernels.cpu.exchange import Exchange
 from support.kernels.attention_case import Case, make_attention_case
 
 ATTENTION = catalog.PAGED_ATTENTION.available()
@@ -97,10 +96,7 @@ def _entry(name: str, place: Any, value: int) -> Change:
     ("change", "sentence"),
     [
         (_entry("query_starts", 1, -1), "tokens or keys"),
-        (_entry("query_starts", 1, 11), "tokens or keys"),
         (_entry("query_starts", 3, 12), "tokens or keys"),
-        (_entry("seq_lens", 1, 8), "tokens or keys"),
-        (_entry("seq_lens", 1, -1), "tokens or keys"),
         (_entry("seq_lens", 1, 2**31 - 1), "table"),
         (_entry("block_tables", (1, 0), -1), "table"),
         (_entry("block_tables", (1, 1), 2**30), "table"),
@@ -129,14 +125,9 @@ def test_slots_outside_of_the_pool_are_refused_by_the_cpp_store() -> None:
         _set("query_starts", torch.tensor([0, 1, 10], dtype=torch.int32)),
         _set("seq_lens", torch.tensor([20, 25], dtype=torch.int32)),
         _set("block_tables", torch.zeros(2, 4, dtype=torch.int32)),
-        _set("block_tables", torch.zeros(3, dtype=torch.int32)),
         lambda case: setattr(case, "query", case.query[:, :3]),
         lambda case: setattr(case, "query", case.query[..., :8]),
-        lambda case: setattr(case, "query", case.query[0]),
         lambda case: setattr(case, "pool", case.pool[0]),
-        lambda case: setattr(case, "pool", case.pool[:1]),
-        lambda case: setattr(case, "pool", case.pool[:, :, :0]),
-        lambda case: setattr(case, "pool", case.pool[:, :, :, :0]),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused_by_attention(backend: str, change: Change) -> None:
@@ -146,39 +137,18 @@ def test_shapes_that_do_not_fit_are_refused_by_attention(backend: str, change: C
         catalog.PAGED_ATTENTION.named(backend)(case.query, case.pool, case.meta, scale=0.3)
 
 
-@pytest.mark.parametrize("backend", NATIVE)
-def test_a_negative_window_and_missing_sinks_are_refused(backend: str) -> None:
-    case = make_attention_case([(1, 20)])
-    options: list[dict[str, Any]] = [{"window": -1}, {"sinks": torch.zeros(3)}]
-    for option in options:
-        with pytest.raises(KernelArgumentError):
-            catalog.PAGED_ATTENTION.named(backend)(case.query, case.pool, case.meta, scale=0.3, **option)
-
-
 _HEADS, _TABLE = torch.zeros(3, 4, 16), torch.zeros(3, 8)
 _POOL, _SLOTS = torch.zeros(2, 3, 4, 8, 16), torch.zeros(3, dtype=torch.int64)
 _KEYS = torch.zeros(3, dtype=torch.int64)
 UNFIT: list[tuple[Any, tuple[Any, ...]]] = [
     (catalog.WRITE_KV, (_HEADS, _HEADS[:, :3], _POOL, _SLOTS)),
-    (catalog.WRITE_KV, (_HEADS[:, :3], _HEADS[:, :3], _POOL, _SLOTS)),
-    (catalog.WRITE_KV, (_HEADS[..., :8], _HEADS[..., :8], _POOL, _SLOTS)),
     (catalog.WRITE_KV, (_HEADS, _HEADS, _POOL, _SLOTS[:2])),
-    (catalog.WRITE_KV, (_HEADS, _HEADS, _POOL[0], _SLOTS)),
     (catalog.ROPE_WRITE_KV, (_HEADS, _HEADS, _HEADS[:2], _TABLE, _TABLE, _POOL, _SLOTS)),
-    (catalog.ROPE_WRITE_KV, (_HEADS, _HEADS, _HEADS, _TABLE[:2], _TABLE[:2], _POOL, _SLOTS)),
-    (catalog.ROPE_WRITE_KV, (_HEADS, _HEADS[:2], _HEADS, _TABLE, _TABLE, _POOL, _SLOTS)),
     (catalog.ROPE_WRITE_KV, (_HEADS, _HEADS, _HEADS, _TABLE, _TABLE[:, :6], _POOL, _SLOTS)),
-    (catalog.ROPE_WRITE_KV, (_HEADS, _HEADS, _HEADS, _TABLE[:, :7], _TABLE[:, :7], _POOL, _SLOTS)),
-    (catalog.ROPE_WRITE_KV, (_HEADS[..., :6], _HEADS, _HEADS, _TABLE, _TABLE, _POOL, _SLOTS)),
     (catalog.RMS_NORM, (_TABLE, torch.ones(9), 1e-5)),
-    (catalog.RMS_NORM, (_TABLE, torch.ones(4), 1e-5)),
-    (catalog.RMS_NORM, (_TABLE[:, :0], torch.ones(0), 1e-5)),
     (catalog.ADD_RMS_NORM, (_TABLE, _TABLE, torch.ones(7), 1e-5)),
     (catalog.SILU_MUL, (_TABLE[:, :7],)),
-    (catalog.ROW_LOGSUMEXP, (_TABLE[:, :0],)),
-    (catalog.GUMBEL_NOISE_AT, (_KEYS.int(), torch.zeros(3, 2, dtype=torch.int64))),
     (catalog.GUMBEL_NOISE_AT, (_KEYS, torch.zeros(4, 2, dtype=torch.int64))),
-    (catalog.GUMBEL_ARGMAX, (_TABLE[:, :0], _KEYS)),
     (catalog.GUMBEL_ARGMAX, (_TABLE, _KEYS[:2])),
 ]
 
@@ -189,30 +159,3 @@ def test_shapes_that_do_not_fit_are_refused(op: Any, arguments: tuple[Any, ...])
         if backend != "torch":
             with pytest.raises(KernelArgumentError, match="do not fit"):
                 op.named(backend)(*arguments)
-
-
-@pytest.mark.parametrize("backend", catalog.GUMBEL_NOISE_AT.available())
-def test_ids_of_32_bits_have_the_noise_of_64(backend: str) -> None:
-    keys, ids = torch.tensor([3, 2**40]), torch.tensor([[0, 5], [7, 1]])
-    expected = catalog.GUMBEL_NOISE_AT.named("torch")(keys, ids)
-    assert torch.equal(catalog.GUMBEL_NOISE_AT.named(backend)(keys, ids.int()), expected)
-
-
-@pytest.mark.parametrize(
-    ("rank", "size", "slot_bytes"), [(0, 0, 64), (2, 2, 64), (-1, 2, 64), (0, 2, 0), (0, 2, -64), (0, 2, 100)]
-)
-def test_exchanges_of_impossible_sizes_are_refused(rank: int, size: int, slot_bytes: int) -> None:
-    with pytest.raises(KernelArgumentError, match="cannot exchange"):
-        Exchange(1 << 20, rank, size, slot_bytes, 1000)
-
-
-def test_an_exchange_refuses_tensors_that_it_cannot_read() -> None:
-    exchange = Exchange(1 << 20, 0, 2, 64, 1000)
-    for tensor in (torch.zeros(3, dtype=torch.float64), torch.zeros(4, 4).T[:, :2]):
-        with pytest.raises(KernelArgumentError, match="cannot be summed"):
-            exchange.sum(tensor)
-    with pytest.raises(KernelArgumentError, match="cannot be summed over 1 ranks"):
-        Exchange(1 << 20, 0, 1, 64, 1000).sum(torch.zeros(3))
-    for tensor, out in ((torch.zeros(4), torch.zeros(7)), (torch.zeros(4), torch.zeros(4, 2).T)):
-        with pytest.raises(KernelArgumentError, match="cannot be gathered"):
-            exchange.gather(tensor, out)

@@ -108,15 +108,6 @@ def test_a_wheel_has_the_kernels_and_needs_no_compiler(tmp_path: Path) -> None:
     assert output.startswith(str(tmp_path)) and f"{build.targets()[0].title}, prebuilt" in output
 
 
-@needs_compiler
-def test_a_cache_others_can_write_is_refused(tmp_path: Path) -> None:
-    folder = tmp_path / "headrace" / "kernels"
-    folder.mkdir(parents=True)
-    folder.chmod(0o777)
-    output = _output(_start("import headrace_kernels as k; print(k.describe()[0])", XDG_CACHE_HOME=str(tmp_path)))
-    assert "torch only" in output and "chmod 700" in output
-
-
 @pytest.mark.parametrize(
     ("environment", "sentence"),
     [

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headrace_kernels import catalog, ops
 from headrace_kernels.arguments import KernelArgumentError
-from headrace_kernels.packed import WIDTH, Codes, Form, PackedWeight, pack_codes, pack_dense
+from headrace_kernels.packed import Codes, Form, PackedWeight, pack_codes, pack_dense
 from headrace_kernels.reference import packed as reference
 
 EXACT = 4e-6  # of the largest output, against float64
@@ -84,14 +84,6 @@ def test_values_and_products(form: Form, group: int, wide: bool, minima: bool) -
                 assert _error(matmul(x, packed, bias, True), rounded, dense, bias) < EXACT, name
 
 
-@pytest.mark.skipif("cpu" not in catalog.PACKED_ROWS.available(), reason="no C++ compiler")
-def test_a_row_that_does_not_exist_is_refused() -> None:
-    packed, _ = _weight(Form.CODES4, 20, 64)
-    for wrong in (-1, 20, 31):
-        with pytest.raises(KernelArgumentError, match="none of 20"):
-            ops.packed_rows(packed, torch.tensor([3, wrong]))
-
-
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("form", list(Form))
 def test_a_rows_bits_depend_on_the_row_alone(form: Form, bf16: bool) -> None:
@@ -136,13 +128,6 @@ def test_outputs_and_whole_groups_of_inputs_can_be_cut() -> None:
     assert torch.equal(codes.columns(64, 192).dense(), dense[:, 64:192])
     with pytest.raises(ValueError, match="no whole groups of 32"):
         codes.columns(16, 64)
-
-
-def test_the_data_has_the_stated_size() -> None:
-    packed, _ = _weight(Form.CODES4, 576, 1536)
-    assert packed.nbytes == 576 * 1536 // 2 + 2 * 2 * 576 * 1536 // 32  # as GGUF's Q4_1: five bits a value
-    assert _weight(Form.CODES8, 33, 64, minima=False)[0].nbytes == 3 * WIDTH * (64 + 2 * 2)
-    assert _weight(Form.BFLOAT16, 32, 64)[0].nbytes == 32 * 64 * 2
 
 
 def test_arguments_that_do_not_fit_are_refused() -> None:

@@ -1,13 +1,12 @@
 """Recorded steps: the launch of attention depends on shapes alone, padding has no effect; and determinism."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from headrace_kernels import AttentionMeta, catalog
-from support.kernels.attention_case import Case
+from support.kernels.attention_case import Case, make_attention_case
 
 BACKENDS = catalog.PAGED_ATTENTION.available()
 
@@ -41,15 +40,9 @@ def _padded(
     ],
 )
 def test_padding_changes_nothing(
-    make_case: Callable[..., Case],
-    backend: str,
-    lens: list[tuple[int, int]],
-    tokens: int,
-    sequences: int,
-    longest: int,
-    window: int,
+    backend: str, lens: list[tuple[int, int]], tokens: int, sequences: int, longest: int, window: int
 ) -> None:
-    case = make_case(lens, heads=6, kv_heads=2, head_dim=32, window=window)
+    case = make_attention_case(lens, heads=6, kv_heads=2, head_dim=32, window=window)
     query, meta = _padded(case, tokens, sequences, 16, longest, 256)
     out = catalog.PAGED_ATTENTION.named(backend)(query, case.pool, meta, scale=0.2, window=window)
     count = case.query.shape[0]
@@ -63,13 +56,11 @@ def test_padding_changes_nothing(
     "dtype", [torch.float16, torch.float32, torch.bfloat16][: 3 if torch.cuda.is_available() else 2], ids=str
 )
 @pytest.mark.parametrize("window", [0, 40])
-def test_deterministic_rows_do_not_depend_on_other_rows(
-    make_case: Callable[..., Case], dtype: torch.dtype, window: int
-) -> None:
+def test_deterministic_rows_do_not_depend_on_other_rows(dtype: torch.dtype, window: int) -> None:
     """Bit for bit: alone, in a batch, as a decode step or within a prefill, whatever the bounds of the launch."""
     attend = catalog.PAGED_ATTENTION.named("triton")
     lens = [(1, 50), (30, 75), (70, 70), (1, 130)]
-    case = make_case(lens, heads=4, kv_heads=2, head_dim=64, window=window)
+    case = make_attention_case(lens, heads=4, kv_heads=2, head_dim=64, window=window)
     pool, query = case.pool.to(dtype), case.query.to(dtype)
     options: dict[str, Any] = {"scale": 0.125, "window": window, "deterministic": True}
     together = attend(query, pool, case.meta, **options)

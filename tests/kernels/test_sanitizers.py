@@ -1,4 +1,4 @@
-"""The C++ kernels under AddressSanitizer and UndefinedBehaviorSanitizer, with random shapes and values."""
+"""The C++ kernels under AddressSanitizer and UndefinedBehaviorSanitizer, as the tests of the ops call them."""
 
 import os
 import subprocess
@@ -29,10 +29,10 @@ def _run(cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     runtimes = _runtimes()
     if len(runtimes) != len(RUNTIMES):
         pytest.skip("no sanitizers: apt-get install g++")
-    path = os.pathsep.join(str(ROOT / folder) for folder in ("kernels", "proto", "tests"))
     environment = {
-        "PYTHONPATH": path,
+        "PYTHONPATH": os.pathsep.join(str(ROOT / folder) for folder in ("kernels", "proto", "worker", "tests")),
         "HEADRACE_CPU_KERNELS": "on",
+        "HEADRACE_TRITON": "off",
         "XDG_CACHE_HOME": str(cache),
         "LD_PRELOAD": " ".join(runtimes),
         # Python and torch keep memory until the end; with the other one GCC 13 aligns vectors wrongly (its bug 110027).
@@ -40,27 +40,14 @@ def _run(cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         "UBSAN_OPTIONS": "print_stacktrace=1",
     }
     return subprocess.run(
-        [sys.executable, "-m", "support.kernels.sanitized_ops", *arguments],
-        env={**os.environ, **environment}, capture_output=True, text=True, timeout=1200, check=False,
+        [sys.executable, "-m", "support.kernels.sanitized_tests", *arguments],
+        cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=1200, check=False,
     )  # fmt: skip
 
 
 def test_no_op_accesses_memory_outside_of_its_tensors(tmp_path: Path) -> None:
     done = _run(tmp_path)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-    assert done.stdout.split("\n")[:-1] == [
-        f"{name} ok"
-        for name in (
-            "attention",
-            "attention_with_wrong_values",
-            "stores",
-            "row_ops",
-            "packed_products",
-            "decoder_layers",
-            "ropes",
-            "exchanges",
-        )
-    ]
 
 
 def test_such_an_access_would_be_found(tmp_path: Path) -> None:

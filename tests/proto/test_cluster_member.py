@@ -108,13 +108,6 @@ def test_only_calls_with_one_of_the_values_are_accepted() -> None:
     )
 
 
-def test_what_is_derived_reveals_no_secret_and_differs_by_purpose() -> None:
-    secret = ClusterSecret((OLD,))
-    assert secret.derive("a") == ClusterSecret((OLD, NEW)).derive("a") != secret.derive("b")
-    assert len(secret.derive("a")) == 32 and OLD not in secret.derive("a") + secret.fingerprints[0]
-    assert ClusterSecret((NEW, OLD)).fingerprints[1:] == secret.fingerprints
-
-
 async def _report(member: ClusterMember, address: str) -> grpc.StatusCode:
     """What a call of this member to a controller ends with."""
     async with member.channel(address, NO_PROXY) as channel:

@@ -41,11 +41,6 @@ def test_a_failed_writer_ends_the_stream() -> None:
         asyncio.run(run_duplex(forever(), discard_result(after(0, lambda: ""))))
 
 
-def test_the_readers_error_is_preferred_to_the_writers() -> None:
-    with pytest.raises(KeyError):
-        asyncio.run(run_duplex(after(0.02, fail(KeyError())), discard_result(after(0, fail(ValueError())))))
-
-
 def test_a_cancel_ends_both() -> None:
     ended: list[str] = []
 

@@ -1,7 +1,8 @@
-"""Log lines as text and as JSON, the log file of a process, and output of native code."""
+"""Log lines as text and as JSON, the log file of a process, output of native code, and a closed terminal."""
 
-import io
 import json
+import os
+import pty
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,6 @@ import pytest
 
 from headrace_proto.log_file import LogFile, previous
 from headrace_proto.log_line import json_line, text_line
-from headrace_proto.logs import LogConfig, StderrSink
 
 RECORD: dict[str, Any] = {
     "timestamp": 1_800_000_000.25,
@@ -30,26 +30,6 @@ def test_a_line_has_time_part_replica_sentence_and_facts() -> None:
     assert text_line(RECORD | {"event": "rank 0 of m-0 was killed"}).count("m-0") == 1
 
 
-def test_a_traceback_follows_its_line() -> None:
-    assert text_line(RECORD | {"exception": "Traceback ...\nValueError"}).endswith(
-        "closed)\nTraceback ...\nValueError\n"
-    )
-
-
-def test_a_narrow_terminal_breaks_lines_below_the_sentence() -> None:
-    path = "/very/long/path/" + "x" * 80
-    lines = text_line(RECORD | {"event": f"word {'and more ' * 12}{path}"}, date=False, width=80).splitlines()
-    assert len(lines) > 2 and all(len(line) <= 80 or path in line for line in lines)
-    assert all(line.startswith(" " * 20) and line[20] != " " for line in lines[1:])
-    assert any(path in line for line in lines), "a path stays whole"
-
-
-def test_colour_marks_time_part_and_level() -> None:
-    line = text_line(RECORD, colour=True)
-    assert "\x1b[33mm-0: stream lost" in line and "warning" not in line
-    assert "\x1b" not in text_line(RECORD)
-
-
 def test_json_is_one_object_a_line() -> None:
     line = json_line(RECORD | {"exception": "Traceback\n...", "path": Path("/x")})
     assert line.count("\n") == 1
@@ -63,31 +43,6 @@ def test_json_is_one_object_a_line() -> None:
     )
 
 
-def test_stderr_gets_no_traceback_where_a_file_has_it() -> None:
-    stream = io.StringIO()
-    StderrSink(LogConfig("router", path="/logs/router.log"), stream).write(RECORD | {"exception": "Traceback"}, 30)
-    assert stream.getvalue().endswith("traceback=/logs/router.log)\n") and "Traceback" not in stream.getvalue()
-    quiet = io.StringIO()
-    StderrSink(LogConfig("router", stderr_level="error"), quiet).write(RECORD, 30)
-    assert quiet.getvalue() == ""
-
-
-@pytest.mark.parametrize(("variable", "coloured"), [("", True), ("NO_COLOR", False)])
-def test_colour_only_on_a_terminal(variable: str, coloured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    import os
-    import pty
-
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setenv("TERM", "xterm")
-    if variable:
-        monkeypatch.setenv(variable, "1")
-    ours, theirs = pty.openpty()
-    with os.fdopen(theirs, "w") as terminal:
-        StderrSink(LogConfig("serve"), terminal).write(RECORD, 30)
-        assert (b"\x1b[" in os.read(ours, 1000)) is coloured
-    os.close(ours)
-
-
 def test_a_full_file_is_rotated(tmp_path: Path) -> None:
     path = tmp_path / "serve.log"
     file = LogFile(path, max_bytes=100)
@@ -99,25 +54,6 @@ def test_a_full_file_is_rotated(tmp_path: Path) -> None:
     assert [entry.stat().st_mode & 0o777 for entry in tmp_path.iterdir()] == [0o600, 0o600]
     LogFile(path).write("again\n")
     assert path.read_text().splitlines()[1:] == [f"9 {'x' * 37}", "again"], "the next process appends"
-
-
-def test_a_rotation_that_failed_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "serve.log"
-    file = LogFile(path, max_bytes=100)
-    file.write("first\n" * 16)
-
-    def refuse(*_: object) -> int:
-        raise OSError(24, "Too many open files")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("headrace_proto.log_file.os.open", refuse)
-        file.write("lost\n")
-    assert not path.exists()
-    file.write("second\n")
-    assert path.read_text() == "second\n" and previous(path).read_text() == "first\n" * 16
-    path.unlink()
-    file.write("x" * 100)
-    assert path.read_text() == "x" * 100, "a file that was removed"
 
 
 PROGRAM = """
@@ -179,9 +115,23 @@ def test_a_signal_handler_may_log_while_a_line_is_written(tmp_path: Path) -> Non
     assert done.stderr.count("handled") >= 2000
 
 
-def test_a_folder_that_cannot_be_made_is_a_warning(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    program = PROGRAM.partition("log.info")[0]
-    path = tmp_path / "file" / "x.log"
-    done = subprocess.run([sys.executable, "-c", program, path, "text"], capture_output=True, text=True, check=True)
-    assert "cannot be opened: File exists" in done.stderr
+IN_A_TERMINAL = """
+import sys, time
+import structlog
+from headrace_proto.logs import LogConfig, configure_logs
+configure_logs(LogConfig("test"))
+structlog.get_logger().info("one ünd")
+time.sleep(float(sys.argv[1]))
+structlog.get_logger().info("two")
+open(sys.argv[2], "w").write("done")
+"""
+
+
+def test_a_closed_terminal(tmp_path: Path) -> None:
+    primary, secondary = pty.openpty()
+    process = subprocess.Popen([sys.executable, "-c", IN_A_TERMINAL, "0.5", str(tmp_path / "end")], stderr=secondary)
+    os.close(secondary)
+    assert "one ünd".encode() in os.read(primary, 100)
+    os.close(primary)
+    assert process.wait(30) == 0
+    assert (tmp_path / "end").read_text() == "done"

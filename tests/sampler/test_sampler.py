@@ -1,7 +1,6 @@
 """The sampler against transformers' processors, its independence of the batch, its seeds and its distribution."""
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,20 +13,44 @@ from transformers import (
 )
 
 from headrace_kernels.reference.noise import gumbel_noise
-from headrace_worker.sampler import penalties, truncation
+from headrace_worker.core.plan import RowInit, RowSampling
+from headrace_worker.device.cpu import CpuDevice
+from headrace_worker.sampler import SampleOutput, Sampler, truncation
 from headrace_worker.sampler.noise_key import absorb, row_key
 from headrace_worker.sampler.truncation import Truncation, draw_truncated
-from support.sampler.bench import Bench
 
 VOCAB = 300
+
+
+class Bench:
+    """Rows with tokens; ``draw`` samples one token for each of some rows and appends it."""
+
+    def __init__(self, vocab: int, max_rows: int = 80) -> None:
+        self.sampler = Sampler(vocab, max_rows, CpuDevice())
+        self.tokens = torch.zeros((max_rows, 128), dtype=torch.int32)
+        self.lengths = [0] * max_rows
+
+    def start(self, row: int, prompt: list[int], outputs: list[int] | None = None, **options: Any) -> None:
+        known = prompt + (outputs or [])
+        self.sampler.init(RowInit(row, 1, known, len(prompt), RowSampling(**options)))
+        self.tokens[row] = 0
+        self.tokens[row, : len(known)] = torch.tensor(known)
+        self.lengths[row] = len(known)
+
+    def draw(self, logits: torch.Tensor, rows: list[int]) -> SampleOutput:
+        output = self.sampler.sample(logits.clone(), rows, [self.lengths[row] for row in rows], self.tokens)
+        for row, token in zip(rows, output.tokens.tolist(), strict=True):
+            self.tokens[row, self.lengths[row]] = token
+            self.lengths[row] += 1
+        return output
 
 
 def logits_for(rows: int, vocab: int = VOCAB, seed: int = 0, spread: float = 3.0) -> torch.Tensor:
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * spread
 
 
-def test_greedy_is_the_argmax(bench: Callable[..., Bench]) -> None:
-    b = bench(VOCAB)
+def test_greedy_is_the_argmax() -> None:
+    b = Bench(VOCAB)
     for row in range(4):
         b.start(row, [1, 2], temperature=0.0 if row else 1e-7)
     logits = logits_for(4)
@@ -36,8 +59,8 @@ def test_greedy_is_the_argmax(bench: Callable[..., Bench]) -> None:
     assert output.finite.all() and output.logprobs is None
 
 
-def test_repetition_penalty_is_transformers(bench: Callable[..., Bench]) -> None:
-    b = bench(VOCAB)
+def test_repetition_penalty_is_transformers() -> None:
+    b = Bench(VOCAB)
     prompts = [[5, 5, 7], [9], list(range(100))]
     for row, prompt in enumerate(prompts):
         b.start(row, prompt, temperature=0.0, repetition_penalty=1.0 + row)
@@ -54,35 +77,8 @@ def test_repetition_penalty_is_transformers(bench: Callable[..., Bench]) -> None
         assert b.draw(logits, [0, 1, 2]).tokens.tolist() == expected
 
 
-def test_penalties_of_long_rows_take_bounded_memory(
-    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One long row among many would take a copy of its length for each of them."""
-    options: dict[str, Any] = dict(temperature=0.0, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.2)
-
-    def draw() -> list[list[int]]:
-        b = bench(VOCAB)
-        for row in range(6):
-            b.start(row, list(range(5 + 7 * row)), **options | ({"presence_penalty": 0.0} if row % 2 else {}))
-        return [b.draw(logits_for(6, seed=step), [3, 0, 5, 1, 4, 2]).tokens.tolist() for step in range(4)]
-
-    whole = draw()
-    elements = 50
-    monkeypatch.setattr(penalties, "CHUNK_ELEMENTS", elements)
-    sizes: list[int] = []
-    scatter = torch.Tensor.scatter_
-
-    def counted(tensor: torch.Tensor, dim: int, index: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        sizes.append(index.numel())
-        return scatter(tensor, dim, index, values)
-
-    monkeypatch.setattr(torch.Tensor, "scatter_", counted)
-    assert draw() == whole
-    assert len(sizes) > 8 and max(sizes) <= elements
-
-
-def test_presence_and_frequency_count_the_output_only(bench: Callable[..., Bench]) -> None:
-    b = bench(8)
+def test_presence_and_frequency_count_the_output_only() -> None:
+    b = Bench(8)
     logits = torch.tensor([[3.0, 2.5, 2.2, 0.0, 0.0, 0.0, 0.0, 0.0]])
     b.start(0, [0, 0, 0], temperature=0.0, presence_penalty=0.6)
     b.start(1, [0, 0, 0], temperature=0.0, frequency_penalty=0.3)
@@ -91,8 +87,8 @@ def test_presence_and_frequency_count_the_output_only(bench: Callable[..., Bench
     assert [t for _, t in drawn] == [0, 0, 1, 0, 1]  # 3.0, 2.7, 2.5, 2.4, 2.2 against 2.1
 
 
-def test_counts_are_rebuilt_from_a_rows_outputs_and_reset_when_it_is_reassigned(bench: Callable[..., Bench]) -> None:
-    b = bench(VOCAB)
+def test_counts_are_rebuilt_from_a_rows_outputs_and_reset_when_it_is_reassigned() -> None:
+    b = Bench(VOCAB)
     options: dict[str, Any] = dict(temperature=0.0, frequency_penalty=1.5, presence_penalty=0.5, repetition_penalty=1.3)
     logits = logits_for(1, spread=1.0)
     b.start(0, [3, 4], **options)
@@ -103,20 +99,8 @@ def test_counts_are_rebuilt_from_a_rows_outputs_and_reset_when_it_is_reassigned(
     assert [int(b.draw(logits, [0]).tokens) for _ in range(12)] == drawn
 
 
-def test_counts_take_memory_only_for_rows_that_need_them(bench: Callable[..., Bench]) -> None:
-    b = bench(VOCAB)
-    empty = b.sampler._penalties._counts.nbytes
-    for row in range(60):
-        b.start(row, [1], repetition_penalty=1.2)
-    assert b.sampler._penalties._counts.nbytes == empty
-    for _ in range(50):
-        b.start(70, [1], presence_penalty=1.0)
-        b.start(71, [1], presence_penalty=1.0)
-    assert b.sampler._penalties._counts.nbytes <= 4 * empty
-
-
-def test_bias_and_min_tokens(bench: Callable[..., Bench]) -> None:
-    b = bench(VOCAB)
+def test_bias_and_min_tokens() -> None:
+    b = Bench(VOCAB)
     logits = torch.zeros(1, VOCAB)
     logits[0, 7] = 10.0
     b.start(0, [1, 2, 3], temperature=0.0, min_tokens=2, stop_token_ids=(7, 100000), logit_bias=((50, 5.0), (9, -3.0)))
@@ -169,9 +153,9 @@ def test_distribution_is_that_of_transformers_warpers(options: dict[str, Any]) -
     _fits(counts, expected * draws)
 
 
-def test_plain_sampling_follows_the_softmax(bench: Callable[..., Bench]) -> None:
+def test_plain_sampling_follows_the_softmax() -> None:
     draws, vocab = 20_000, 50
-    b = bench(vocab)
+    b = Bench(vocab)
     b.start(0, [1], temperature=1.7, seed=2**64 - 1)
     logits = logits_for(1, vocab)
     counts = torch.zeros(vocab, dtype=torch.double)
@@ -212,45 +196,11 @@ def test_sampled_tokens_do_not_depend_on_the_number_of_candidates(vocab: int, mo
     assert drawn[0] == drawn[1] == drawn[2] == drawn[3]
 
 
-@pytest.mark.parametrize("vocab", [VOCAB, 5000])
-def test_top_p_samples_the_same_with_and_without_other_filters(vocab: int) -> None:
-    rows = 60
-    generator = torch.Generator().manual_seed(5)
-    scores = torch.randn(rows, vocab, generator=generator) * torch.rand(rows, 1, generator=generator) * 6
-    scores[3] = scores[3].round()
-    top_p = torch.rand(rows, 1, generator=generator)
-    top_p[::7] = 1.0
-    columns = (torch.full((rows, 1), vocab), top_p, torch.zeros(rows, 1).log())
-    keys = torch.arange(rows) * 31
-    alone, beside = (draw_truncated(scores, keys, Truncation(*columns, cuts)) for cuts in (False, True))
-    assert torch.equal(alone, beside)
-
-
-def test_logits_may_be_a_slice_of_a_padded_vocabulary(bench: Callable[..., Bench]) -> None:
-    """With all options that read or write single logits."""
-    options = {
-        "repetition_penalty": 1.5,
-        "frequency_penalty": 0.5,
-        "logit_bias": ((3, 2.0),),
-        "logprobs": 2,
-        "top_p": 0.9,
-    }
-    padded = torch.cat((logits_for(3), torch.full((3, 7), 1e9)), dim=1)
-    drawn = []
-    for logits in (padded.clone()[:, :VOCAB], padded[:, :VOCAB].contiguous()):
-        b = bench(VOCAB)
-        for row in range(3):
-            b.start(row, [1, 2, 3 + row], [5, 5], seed=row, **options)
-        output = b.sampler.sample(logits, [0, 1, 2], [5, 5, 5], b.tokens)
-        drawn.append(output.tokens.tolist())
-    assert drawn[0] == drawn[1]
-
-
-def test_seeds(bench: Callable[..., Bench]) -> None:
+def test_seeds() -> None:
     logits = logits_for(1)
 
     def run(**options: Any) -> list[int]:
-        b = bench(VOCAB)
+        b = Bench(VOCAB)
         b.start(0, [1], **options)
         return [int(b.draw(logits, [0]).tokens) for _ in range(20)]
 
@@ -260,24 +210,9 @@ def test_seeds(bench: Callable[..., Bench]) -> None:
     assert len(set(run(seed=5, temperature=3.0))) > 3  # positions differ
 
 
-def test_the_key_is_as_documented() -> None:
-    mask = 2**64 - 1
-
-    def finalize(x: int) -> int:
-        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & mask
-        x = (x ^ (x >> 27)) * 0x94D049BB133111EB & mask
-        return x ^ (x >> 31)
-
-    state = 0
-    for word in (2**64 - 3, 2, 1, 77):
-        state = finalize((state ^ word) + 0x9E3779B97F4A7C15 & mask)
-    got = absorb(torch.tensor(row_key(2**64 - 3, 2)), torch.tensor(77))
-    assert int(got) & mask == state
-
-
-def test_the_token_is_the_argmax_of_logits_and_noise(bench: Callable[..., Bench]) -> None:
+def test_the_token_is_the_argmax_of_logits_and_noise() -> None:
     """With flat logits, so that the noise decides: another position, seed or choice gives other tokens."""
-    b = bench(VOCAB)
+    b = Bench(VOCAB)
     b.start(3, [1, 2, 3], temperature=0.8, seed=42, choice_index=1)
     logits = logits_for(1, spread=0.1)
     drawn = [int(b.draw(logits, [3]).tokens) for _ in range(8)]
@@ -307,11 +242,11 @@ def _random_options(rng: random.Random) -> dict[str, Any]:
     )
 
 
-def test_each_row_alone_equals_itself_in_a_batch_of_64(bench: Callable[..., Bench]) -> None:
+def test_each_row_alone_equals_itself_in_a_batch_of_64() -> None:
     rng = random.Random(1)
     options = [_random_options(rng) for _ in range(64)]
     prompts = [[rng.randrange(VOCAB) for _ in range(rng.randrange(1, 30))] for _ in range(64)]
-    together, alone = bench(VOCAB), bench(VOCAB)
+    together, alone = Bench(VOCAB), Bench(VOCAB)
     for row in range(64):
         together.start(row, prompts[row], **options[row])
         alone.start(row, prompts[row], **options[row])
@@ -325,8 +260,8 @@ def test_each_row_alone_equals_itself_in_a_batch_of_64(bench: Callable[..., Benc
             assert mixed.logprobs.get(i) == solo.logprobs.get(0)
 
 
-def test_logprobs_are_those_of_the_raw_logits(bench: Callable[..., Bench]) -> None:
-    b = bench(VOCAB)
+def test_logprobs_are_those_of_the_raw_logits() -> None:
+    b = Bench(VOCAB)
     b.start(0, [1], temperature=0.5, logit_bias=((3, 100.0),), logprobs=4)
     b.start(1, [1], temperature=0.0, logprobs=0)
     b.start(2, [1], temperature=0.0)
@@ -344,8 +279,8 @@ def test_logprobs_are_those_of_the_raw_logits(bench: Callable[..., Bench]) -> No
 @pytest.mark.parametrize(
     "options", [dict(temperature=0.0), dict(), dict(top_p=0.5, logprobs=2), dict(repetition_penalty=1.5, top_k=3)]
 )
-def test_broken_logits_fail_their_row_only(bench: Callable[..., Bench], broken: float, options: dict[str, Any]) -> None:
-    healthy, b = bench(VOCAB), bench(VOCAB)
+def test_broken_logits_fail_their_row_only(broken: float, options: dict[str, Any]) -> None:
+    healthy, b = Bench(VOCAB), Bench(VOCAB)
     logits = logits_for(3)
     for row in range(3):
         healthy.start(row, [1, 2], seed=row, **options)
@@ -358,8 +293,8 @@ def test_broken_logits_fail_their_row_only(bench: Callable[..., Bench], broken: 
     assert [result.tokens[i] for i in (0, 2)] == [expected.tokens[i] for i in (0, 2)]
 
 
-def test_minus_infinity_is_a_legal_logit(bench: Callable[..., Bench]) -> None:
-    b = bench(VOCAB)
+def test_minus_infinity_is_a_legal_logit() -> None:
+    b = Bench(VOCAB)
     logits = torch.full((2, VOCAB), float("-inf"))
     logits[:, 17] = -3.0
     b.start(0, [1], temperature=1.0)

@@ -117,8 +117,3 @@ def test_errors_that_end_the_device(fake: FakeCuda) -> None:
     fake.error = RuntimeError("CUDA error: unspecified launch failure")
     assert device.is_lost(ValueError("CUBLAS_STATUS_EXECUTION_FAILED")), "a library's, and the device does not answer"
     assert device.is_lost(FakeAcceleratorError(901)), "a recording that ended because of another error"
-
-
-def test_threads_of_transfers_do_not_take_a_core_while_they_wait(fake: FakeCuda) -> None:
-    open_device("cuda").mark()
-    assert fake.events == [True]

@@ -1,6 +1,5 @@
 """A tenant's flood of admitted requests does not delay another tenant's first token."""
 
-from collections.abc import Callable
 from random import Random
 from statistics import median
 from typing import Any
@@ -8,14 +7,12 @@ from typing import Any
 import pytest
 
 from headrace_worker.core.config import Rendezvous
-from headrace_worker.core.fair_shares import divide_budget
-from headrace_worker.core.queue import WaitingQueue
 from headrace_worker.core.request import Finish, Request
 from headrace_worker.core.transfer.messages import FetchRequest, Granted
 from headrace_worker.core.transfer.orders import OpenPair
+from support.worker.engine_bench import make_bench
+from support.worker.fake_model import undisturbed
 
-Make = Callable[..., Any]
-Undisturbed = Callable[[list[int], int], list[int]]
 FLOOD, OTHER = b"flood", b"other"
 
 
@@ -40,26 +37,13 @@ def steps_until_output(bench: Any, request: Request) -> int:
     raise AssertionError("the request has no output")
 
 
-def test_removed_requests_are_not_kept(make_bench: Make) -> None:
-    bench = make_bench()
-    queue = WaitingQueue({})
-    queue.push(make(bench, FLOOD, 0, 10))
-    for seed in range(1, 1000):
-        removed = make(bench, FLOOD, seed, 10)
-        queue.push(removed)
-        assert queue.remove(removed)
-    assert len(queue) == 1 and len(queue._tenants[FLOOD].heap) < 30
-
-
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize(
     ("length", "answer", "blocks"),
     [(12, 100, 4096), (200, 2, 4096), (200, 100, 4096), (100, 40, 300)],
     ids=["long answers", "long prompts", "both", "little memory"],
 )
-def test_the_first_token_of_another_tenant_is_not_delayed(
-    make_bench: Make, depth: int, length: int, answer: int, blocks: int
-) -> None:
+def test_the_first_token_of_another_tenant_is_not_delayed(depth: int, length: int, answer: int, blocks: int) -> None:
     def first_tokens(flood: int) -> list[int]:
         bench = make_bench(num_blocks=blocks, max_num_seqs=8, budget=32, depth=depth)
         for seed in range(flood):
@@ -82,7 +66,7 @@ def test_the_first_token_of_another_tenant_is_not_delayed(
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_tokens_stay_those_of_the_undisturbed_run(make_bench: Make, undisturbed: Undisturbed, depth: int) -> None:
+def test_tokens_stay_those_of_the_undisturbed_run(depth: int) -> None:
     bench = make_bench(num_blocks=60, max_num_seqs=4, budget=16, depth=depth)
     requests = [make(bench, bytes([seed % 5]), seed, 3 + seed * 7 % 40, 1 + seed % 9) for seed in range(40)]
     emitted = bench.run(requests)
@@ -92,7 +76,7 @@ def test_tokens_stay_those_of_the_undisturbed_run(make_bench: Make, undisturbed:
         assert request.finish is Finish.LENGTH
 
 
-def test_tenants_with_equal_loads_get_equal_tokens(make_bench: Make) -> None:
+def test_tenants_with_equal_loads_get_equal_tokens() -> None:
     """One sends long prompts, one short ones: each gets half of the computed positions, not half of the turns."""
     bench = make_bench(num_blocks=4096, max_num_seqs=4, budget=32)
     sizes = {b"long": 96, b"short": 12}
@@ -108,7 +92,7 @@ def test_tenants_with_equal_loads_get_equal_tokens(make_bench: Make) -> None:
     assert 0.7 < computed[b"long"] / computed[b"short"] < 1.5
 
 
-def test_an_urgent_priority_goes_before_a_tenants_share(make_bench: Make) -> None:
+def test_an_urgent_priority_goes_before_a_tenants_share() -> None:
     bench = make_bench(max_num_seqs=1)
     first = make(bench, FLOOD, 1, 8)
     bench.engine.submit(first)
@@ -122,7 +106,7 @@ def test_an_urgent_priority_goes_before_a_tenants_share(make_bench: Make) -> Non
     assert list(dict.fromkeys(order)) == [0, 1, 5]
 
 
-def test_a_request_is_not_preempted_for_a_less_urgent_one_nor_for_its_own_tenant(make_bench: Make) -> None:
+def test_a_request_is_not_preempted_for_a_less_urgent_one_nor_for_its_own_tenant() -> None:
     bench = make_bench(max_num_seqs=2)
     for seed in range(2):
         bench.engine.submit(make(bench, FLOOD, seed, 8, 30))
@@ -134,7 +118,7 @@ def test_a_request_is_not_preempted_for_a_less_urgent_one_nor_for_its_own_tenant
     assert bench.scheduler.counters.preemptions == 0
 
 
-def test_a_full_queue_has_a_place_for_another_tenant(make_bench: Make) -> None:
+def test_a_full_queue_has_a_place_for_another_tenant() -> None:
     bench = make_bench(max_num_seqs=1, max_waiting=4)
     accepted = [bench.engine.submit(make(bench, FLOOD, seed, 8)) is None for seed in range(6)]
     assert accepted == [True] * 4 + [False] * 2
@@ -144,20 +128,7 @@ def test_a_full_queue_has_a_place_for_another_tenant(make_bench: Make) -> None:
     assert accepted == [True] * 2 + [False] * 4  # at most twice the limit
 
 
-def test_fetches_of_one_tenant_leave_places_to_another(make_bench: Make) -> None:
-    """Requests whose blocks are fetched are not in the queue yet, and counted for no tenant."""
-    bench = make_bench(max_num_seqs=1, max_waiting=4)
-    accepted = [bench.engine.submit(make(bench, FLOOD, seed, 20, source="there")) is None for seed in range(6)]
-    assert len(bench.engine.exchange.fetcher) == 4 and accepted == [True] * 4 + [False] * 2
-    accepted = [bench.engine.submit(make(bench, OTHER, seed, 8)) is None for seed in range(6)]
-    assert accepted == [True] * 2 + [False] * 4
-    bench.clock.now += bench.engine.exchange.fetcher.limits.silence + 0.1
-    while bench.engine.has_work:
-        bench.engine.step()
-    assert not bench.engine.exchange.fetcher.waiting_of
-
-
-def test_grants_of_one_tenant_leave_places_to_another(make_bench: Make) -> None:
+def test_grants_of_one_tenant_leave_places_to_another() -> None:
     granter = make_bench(num_blocks=4096).engine.exchange.granter
     granter.open_pair("there", OpenPair(1, Rendezvous("there", 1, bytes(32)), 2, 0, 1, (), sends=True), 0.0)
     places = granter.limits.max_grants
@@ -172,37 +143,3 @@ def test_grants_of_one_tenant_leave_places_to_another(make_bench: Make) -> None:
     assert granted(b"a", places + 10) == places
     assert granted(b"bb", places) == places // 2
     assert granted(b"a", 1) == 0
-
-
-def test_blocks_that_were_released_meanwhile_cost_nobody_a_row(make_bench: Make) -> None:
-    """The request found too few blocks in the step before; since then an answer of the other tenant has ended."""
-    bench = make_bench(num_blocks=32, max_num_seqs=4, budget=128)
-    flood = [make(bench, FLOOD, seed, 36, answer) for seed, answer in ((1, 2), (2, 4), (3, 4))]
-    for request in flood:
-        bench.engine.submit(request)
-    bench.engine.step()
-    waiting = make(bench, OTHER, 4, 28)
-    bench.engine.submit(waiting)
-    while flood[0].finish is None:
-        bench.engine.step()
-    assert bench.scheduler._blocks.failed(waiting)
-    bench.engine.step()
-    assert waiting.row >= 0 and bench.scheduler.counters.preemptions == 0
-
-
-@pytest.mark.parametrize(
-    ("missing", "budget", "waiting", "expected"),
-    [
-        ([(b"a", 50), (b"a", 50)], 64, set(), [50, 14]),
-        ([(b"a", 50), (b"b", 50)], 64, set(), [32, 32]),
-        ([(b"a", 50), (b"b", 10)], 64, set(), [50, 10]),
-        ([(b"a", 500)], 64, {b"b"}, [32]),
-        ([(b"a", 500)], 64, {b"a"}, [64]),
-        ([(b"a", 5), (b"b", 5), (b"c", 5)], 1, set(), [1, 0, 0]),
-        ([], 64, {b"a"}, []),
-    ],
-)
-def test_a_budget_is_divided(
-    missing: list[tuple[bytes, int]], budget: int, waiting: set[bytes], expected: list[int]
-) -> None:
-    assert divide_budget(missing, budget, frozenset(waiting)) == expected

@@ -1,24 +1,19 @@
 """Requests with a prompt that is being computed start from its blocks, instead of computing it again."""
 
-from collections.abc import Callable
 from random import Random
-from typing import Any
 
 import pytest
 
-from headrace_worker.core import scheduler
+from support.worker.engine_bench import make_bench
+from support.worker.fake_model import undisturbed
 
-Make = Callable[..., Any]
-Undisturbed = Callable[[list[int], int], list[int]]
 PROMPT = [Random(1).randrange(10, 900) for _ in range(41)]
 
 
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("budget", [16, 64])
 @pytest.mark.parametrize("windows", [(0,), (0, 6)])
-def test_a_burst_of_equal_prompts_computes_one(
-    make_bench: Make, undisturbed: Undisturbed, depth: int, budget: int, windows: tuple[int, ...]
-) -> None:
+def test_a_burst_of_equal_prompts_computes_one(depth: int, budget: int, windows: tuple[int, ...]) -> None:
     bench = make_bench(windows=windows, num_blocks=512, budget=budget, depth=depth)
     siblings = [bench.request(PROMPT) for _ in range(8)]
     other = bench.request([7] * 9)
@@ -29,14 +24,14 @@ def test_a_burst_of_equal_prompts_computes_one(
     assert emitted[other.attempt_id] == undisturbed([7] * 9, 8)
 
 
-def test_prompts_that_share_a_beginning_wait_for_it_alone(make_bench: Make) -> None:
+def test_prompts_that_share_a_beginning_wait_for_it_alone() -> None:
     bench = make_bench(num_blocks=256, budget=64)
     ends = [bench.request(PROMPT[:20] + [number] * 9) for number in range(11, 15)]
     bench.run(ends)
     assert [request.cached_tokens for request in ends] == [0, 20, 20, 20]
 
 
-def test_others_do_not_wait_behind_a_follower(make_bench: Make) -> None:
+def test_others_do_not_wait_behind_a_follower() -> None:
     bench = make_bench(num_blocks=256, budget=64)
     leader, follower, other = bench.request(PROMPT), bench.request(PROMPT), bench.request([9] * 5)
     for request in (leader, follower, other):
@@ -47,9 +42,7 @@ def test_others_do_not_wait_behind_a_follower(make_bench: Make) -> None:
 
 
 @pytest.mark.parametrize("ends", ["cancelled", "preempted"])
-def test_a_follower_does_not_wait_for_a_leader_that_stops(
-    make_bench: Make, undisturbed: Undisturbed, ends: str
-) -> None:
+def test_a_follower_does_not_wait_for_a_leader_that_stops(ends: str) -> None:
     bench = make_bench(num_blocks=256, budget=8)
     leader, follower = bench.request(PROMPT), bench.request(PROMPT)
     for request in (leader, follower):
@@ -65,48 +58,3 @@ def test_a_follower_does_not_wait_for_a_leader_that_stops(
     bench.step_until_idle(emitted)
     assert emitted[follower.attempt_id] == undisturbed(PROMPT, 8)
     assert bench.kv.pool.used == 0
-
-
-def test_a_follower_that_is_cancelled_is_forgotten(make_bench: Make) -> None:
-    bench = make_bench(num_blocks=256, budget=8)
-    leader, follower = bench.request(PROMPT), bench.request(PROMPT)
-    for request in (leader, follower):
-        bench.engine.submit(request)
-    bench.engine.step()
-    assert bench.engine.cancel(follower.attempt_id) is not None
-    bench.step_until_idle({})
-    assert len(bench.scheduler.waiting) == 0 and bench.kv.pool.used == 0
-
-
-def test_a_follower_is_looked_up_twice_however_many_steps_its_leader_takes(make_bench: Make) -> None:
-    bench = make_bench(num_blocks=512, budget=8)
-    looked_up = 0
-    lookup = bench.scheduler.kv.lookup
-
-    def counted(*arguments: Any) -> Any:
-        nonlocal looked_up
-        looked_up += 1
-        return lookup(*arguments)
-
-    bench.scheduler.kv.lookup = counted
-    siblings = [bench.request(PROMPT) for _ in range(8)]
-    bench.run(siblings)
-    assert [request.cached_tokens for request in siblings] == [0, *[40] * 7]
-    assert looked_up <= 1 + 2 * 7
-
-
-def test_what_admissions_look_up_in_one_step_is_bounded(
-    make_bench: Make, undisturbed: Undisturbed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A burst of long prompts that are cached already, or being computed, holds up no other request's step for long."""
-    monkeypatch.setattr(scheduler, "LOOKED_UP_BLOCKS", 25)
-    bench = make_bench(num_blocks=512, budget=64)
-    bench.run([bench.request(PROMPT)])
-    siblings = [bench.request(PROMPT) for _ in range(8)]
-    for request in siblings:
-        bench.engine.submit(request)
-    running = []
-    for _ in range(3):
-        bench.engine.step()
-        running.append(sum(request.row >= 0 for request in siblings))
-    assert running == [3, 6, 8], "each one looks up 10 cached blocks and one more"

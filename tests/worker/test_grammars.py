@@ -9,9 +9,8 @@ import pytest
 
 from headrace_proto import replica_pb2 as pb
 from headrace_proto.grammar import GrammarError
-from headrace_router.answer.grammar import choice_grammar, regex_grammar, schema_grammar
+from headrace_router.answer.grammar import regex_grammar, schema_grammar
 from headrace_worker.model.gguf_tokenizer import byte_tokenizer
-from headrace_worker.server import grammars
 from headrace_worker.server.description import Description
 from headrace_worker.server.grammars import GrammarGuide, Grammars
 
@@ -50,35 +49,10 @@ def test_masks_allow_what_continues_the_text_and_the_end_where_it_may_end(made: 
     assert guide.finished
 
 
-def test_masks_have_a_bit_for_each_logit(made: Grammars) -> None:
-    """The vocabulary is padded: logits without a token are excluded."""
-    assert len(_guide(made, regex_grammar("(.|\n)*")).mask()) == 10
-    assert max(_allowed(_guide(made, regex_grammar("(.|\n)*")))) < 300
-
-
-def test_each_output_has_a_state_of_its_own(made: Grammars) -> None:
-    text = choice_grammar(["ab", "cd"])
-    first = _guide(made, text)
-    first.advance(*_tokens("a"))
-    second = made.known(text)
-    assert second is not None
-    assert _allowed(first) == set(_tokens("b")) and _allowed(second) == {*_tokens("a"), *_tokens("c")}
-
-
 def test_a_token_that_is_not_allowed_is_an_error(made: Grammars) -> None:
     guide = _guide(made, regex_grammar("a"))
     with pytest.raises(GrammarError, match="does not follow"):
         guide.advance(*_tokens("b"))
-
-
-def test_the_latest_grammars_are_kept(made: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammars, "KEPT", 2)
-    texts = [regex_grammar(letter) for letter in "abc"]
-    for text in texts[:2]:
-        _guide(made, text)
-    assert made.known(texts[0]) is not None
-    _guide(made, texts[2])
-    assert made.known(texts[1]) is None and made.known(texts[0]) is not None
 
 
 def test_white_space_in_json_is_bounded(made: Grammars) -> None:

@@ -1,7 +1,6 @@
 """Guided requests with the fake runner: a mask is built from all previous tokens, at any depth of the loop."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from random import Random
 from typing import Any
 
@@ -9,10 +8,9 @@ import pytest
 
 from headrace_worker.core.plan import StepPlan
 from headrace_worker.core.request import Finish, Request
+from support.worker.engine_bench import make_bench
+from support.worker.fake_model import undisturbed, undisturbed_of
 from support.worker.guides import RuleGuide, exactly, number, one_in
-
-Make = Callable[..., Any]
-Undisturbed = Callable[..., list[int]]
 
 VOCABULARY = 1100
 END = 2
@@ -51,8 +49,6 @@ def check(
     requests: Sequence[Any],
     makers: Sequence[Callable[[], RuleGuide] | None],
     emitted: dict[bytes, list[int]],
-    undisturbed: Undisturbed,
-    undisturbed_of: Undisturbed,
 ) -> None:
     for request, maker in zip(requests, makers, strict=True):
         prompt, count = request.tokens[: request.prompt_len], request.max_len - request.prompt_len
@@ -66,36 +62,20 @@ def check(
             assert request.finish in (Finish.CANCELLED, Finish.ERROR) and tokens == whole[: len(tokens)]
 
 
-@pytest.fixture
-def check_all(undisturbed: Undisturbed, undisturbed_of: Undisturbed) -> Callable[..., None]:
-    return partial(check, undisturbed=undisturbed, undisturbed_of=undisturbed_of)
-
-
 @pytest.mark.parametrize(("depth", "batches"), LOOPS)
 @pytest.mark.parametrize("budget", [8, 64])
-def test_tokens_are_those_of_a_plain_loop(
-    make_bench: Make, check_all: Callable[..., None], depth: int, batches: int, budget: int
-) -> None:
+def test_tokens_are_those_of_a_plain_loop(depth: int, batches: int, budget: int) -> None:
     bench = make_bench(num_blocks=256, budget=budget, depth=depth, batches=batches)
     requests, makers = requests_of(bench, 24)
     emitted = bench.run(requests)
-    check_all(requests, makers, emitted)
+    check(requests, makers, emitted)
     assert {request.finish for request in requests} <= {Finish.STOP, Finish.COMPLETE, Finish.LENGTH}
     assert emitted[requests[5].attempt_id] == [5, 4, 3, 2, 9, 8, 7][: 12 - 5 % 4]
     assert bench.kv.pool.used == 0
 
 
-@pytest.mark.parametrize(("depth", "batches"), LOOPS)
-def test_preemption(make_bench: Make, check_all: Callable[..., None], depth: int, batches: int) -> None:
-    bench = make_bench(num_blocks=20, budget=16, depth=depth, batches=batches)
-    requests, makers = requests_of(bench, 24, max_tokens=24)
-    emitted = bench.run(requests)
-    assert bench.scheduler.counters.preemptions > 0
-    check_all(requests, makers, emitted)
-
-
 @pytest.mark.parametrize("seed", range(40))
-def test_random_schedules(make_bench: Make, check_all: Callable[..., None], seed: int) -> None:
+def test_random_schedules(seed: int) -> None:
     """Cancels, tiny pools, steps that fail when they are sampled or collected: no request gets a wrong token."""
     random = Random(seed)
     depth, batches = LOOPS[seed % len(LOOPS)]
@@ -121,14 +101,14 @@ def test_random_schedules(make_bench: Make, check_all: Callable[..., None], seed
         for output in bench.engine.step():
             emitted.setdefault(output.attempt_id, []).extend(output.token_ids)
         bench.scheduler.check()
-    check_all(requests, makers, emitted)
+    check(requests, makers, emitted)
     assert failures > 0
     # If all but one request of a failed step were cancelled, the last one counts as the cause.
     assert sum(request.finish is Finish.ERROR for request in requests) <= 1
     assert bench.kv.pool.used == 0
 
 
-def test_the_forward_pass_of_a_guided_step_does_not_wait_for_the_tokens_before_it(make_bench: Make) -> None:
+def test_the_forward_pass_of_a_guided_step_does_not_wait_for_the_tokens_before_it() -> None:
     bench = make_bench(depth=1)
     events: list[str] = []
     guide = RuleGuide(VOCABULARY, one_in(7, VOCABULARY))
@@ -149,24 +129,8 @@ def test_the_forward_pass_of_a_guided_step_does_not_wait_for_the_tokens_before_i
     ]  # fmt: skip
 
 
-def test_steps_without_guided_rows_stay_one_ahead(make_bench: Make) -> None:
-    """An ended guided request has no effect on later steps."""
-    bench = make_bench(depth=1)
-    plans: list[StepPlan] = []
-    bench.run([bench.request([5, 6, 7], 3, guide=RuleGuide(VOCABULARY, exactly([9] * 3))), bench.request([5], 3)])
-    bench.runner.on_launch = plans.append
-    in_flight = []
-    bench.engine.submit(bench.request([8, 9], 8))
-    while bench.engine.has_work:
-        bench.engine.step()
-        in_flight.append(len(bench.engine._launched))
-    assert max(in_flight) == 1 and plans and not any(plan.guided for plan in plans)
-
-
 @pytest.mark.parametrize(("depth", "batches"), LOOPS)
-def test_a_guide_that_raises_ends_its_own_request(
-    make_bench: Make, check_all: Callable[..., None], depth: int, batches: int
-) -> None:
+def test_a_guide_that_raises_ends_its_own_request(depth: int, batches: int) -> None:
     """One raises for its third mask, one for its fourth token, one when it is asked whether it is finished."""
     bench = make_bench(depth=depth, batches=batches)
 
@@ -196,7 +160,7 @@ def test_a_guide_that_raises_ends_its_own_request(
         bench.request(prompt_of(i, 5), guide=Broken(name)) for i, name in enumerate(("mask", "advance", "finished"))
     ]
     emitted = bench.run([*requests, *broken])
-    check_all(requests, makers, emitted)
+    check(requests, makers, emitted)
     assert [request.finish for request in broken] == [Finish.ERROR] * 3
     assert [len(emitted[request.attempt_id]) for request in broken] == [2, 3, 1]
     assert bench.kv.pool.used == 0
@@ -204,9 +168,7 @@ def test_a_guide_that_raises_ends_its_own_request(
 
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("known", [1, 3, 5])
-def test_outputs_of_an_earlier_attempt_restore_the_guides_state(
-    make_bench: Make, undisturbed_of: Undisturbed, depth: int, known: int
-) -> None:
+def test_outputs_of_an_earlier_attempt_restore_the_guides_state(depth: int, known: int) -> None:
     for maker in filter(None, MAKERS):
         prompt = prompt_of(3, 9)
         whole = undisturbed_of(prompt, 12, maker(), frozenset({END}) if maker is MAKERS[4] else frozenset())

@@ -29,16 +29,6 @@ def test_coefficients_are_learned() -> None:
         assert cost.predict(*step) == pytest.approx(seconds(*step), rel=0.15)
 
 
-def test_similar_steps_are_attributed_plausibly() -> None:
-    """A prefill replica observes chunks of one size: the cost is per token. One with a single client: per step."""
-    prompts, answers = StepLatency(), StepLatency()
-    for _ in range(20):
-        prompts.observe(512, 0, 512, 0.6)
-        answers.observe(0, 1, 300, 0.03)
-    assert prompts.cost.predict(256, 0, 256) == pytest.approx(0.3, rel=0.05)
-    assert answers.cost.predict(0, 8, 2400) == pytest.approx(0.03, rel=0.2), "a batch shares its weights' reading"
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_a_replica_that_nearly_always_decodes_stays_accurate(seed: int) -> None:
     """Directions that are rarely excited must not grow with the decay: a regression after a thousand steps."""
@@ -51,18 +41,6 @@ def test_a_replica_that_nearly_always_decodes_stays_accurate(seed: int) -> None:
         latency.observe(prefill, sequences, kv, seconds(prefill, sequences, kv) * random.uniform(0.8, 1.2) + hiccup)
         if number > 100:
             assert latency.cost.predict(prefill, sequences, kv) < 0.2
-
-
-def test_a_coefficient_without_recent_observations_keeps_its_value() -> None:
-    random, latency = Random(3), StepLatency()
-    for _ in range(300):
-        prefill, sequences = random.randrange(512), random.randrange(8)
-        latency.observe(prefill, sequences, 100, seconds(prefill, sequences, 100))
-    known = latency.cost.per_prefill_token
-    for _ in range(20_000):
-        sequences = random.randrange(1, 9)
-        latency.observe(0, sequences, 100, seconds(0, sequences, 100))
-    assert latency.cost.per_prefill_token == pytest.approx(known, rel=0.1)
 
 
 @given(
@@ -96,18 +74,6 @@ def test_steps_timed_at_start_give_the_first_predictions() -> None:
     for step in TIMED:
         assert latency.cost.predict(*step[:3]) == pytest.approx(step[3], rel=0.05)
     assert latency.cost.predict(0, 8, 1000) == pytest.approx(seconds(0, 8, 1000), rel=0.05)
-
-
-@pytest.mark.parametrize("slowdown", [1.0, 2.0])
-def test_steps_of_one_size_do_not_erase_what_a_sequence_costs(slowdown: float) -> None:
-    """For long a replica runs eight streams, on a machine of another speed than at start: a ninth one is not free."""
-    random, latency = Random(4), StepLatency()
-    latency.start(TIMED)
-    for _ in range(5000):
-        latency.observe(0, 8, 1000, slowdown * seconds(0, 8, 1000) * random.uniform(0.7, 1.3))
-    assert latency.cost.predict(0, 8, 1000) == pytest.approx(slowdown * seconds(0, 8, 1000), rel=0.1)
-    more = latency.cost.predict(0, 16, 2000) - latency.cost.predict(0, 8, 1000)
-    assert more > 0.4 * (seconds(0, 16, 2000) - seconds(0, 8, 1000))
 
 
 @pytest.mark.parametrize("pause", [3.0, 10.0, 60.0])

@@ -2,7 +2,7 @@
 
 import gzip
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -13,11 +13,11 @@ import pytest
 
 from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.core.plan import StepPlan, Work
-from headrace_worker.profiling import profiler as profiler_module
 from headrace_worker.profiling.profiler import StepProfiler, Window, make_profiler
-from headrace_worker.profiling.report import Operator, ProfileFailedError, ProfileFolderError, ProfileRefusedError
+from headrace_worker.profiling.report import Operator, ProfileFailedError, ProfileRefusedError
 from headrace_worker.profiling.stepping import ProfiledRunner
 from headrace_worker.profiling.trace_table import top_operators
+from support.worker.engine_bench import make_bench
 
 STEP_SECONDS = 0.5
 IDLE = StepPlan(0, [], [], [], [])
@@ -120,56 +120,11 @@ def test_a_window_ends_at_its_deadline(bench: Bench) -> None:
     assert (report.steps, "one step" in report.note) == (1, True)
 
 
-def test_a_window_is_limited_to_a_short_pause(bench: Bench) -> None:
-    bench.pause = 0.008
-    window = bench.profiler.open(40, 60)
-    bench.steps(50)
-    report = window.wait(5)
-    assert report.steps * bench.pause <= profiler_module.PAUSE_SECONDS
-    assert "31 of 40 steps" in report.note
-
-
-def test_one_window_at_a_time(bench: Bench) -> None:
-    window = bench.profiler.open(2, 60)
-    with pytest.raises(ProfileRefusedError, match="is being recorded"):
-        bench.profiler.open(2, 60)
-    bench.steps(2)
-    with pytest.raises(ProfileRefusedError, match="is being recorded"):
-        bench.profiler.open(2, 60)
-    bench.steps(1)
-    window.wait(5)
-    bench.profiler.open(2, 60)
-
-
 @pytest.mark.parametrize(("steps", "seconds"), [(0, 1), (1001, 1), (-1, 1), (5, 0), (5, 60.1), (5, float("nan"))])
 def test_bounds_are_refused(bench: Bench, steps: int, seconds: float) -> None:
     with pytest.raises(ProfileRefusedError, match="a profile"):
         bench.profiler.open(steps, seconds)
     bench.profiler.open(5, 1)
-
-
-def test_no_request_in_the_window(bench: Bench) -> None:
-    window = bench.profiler.open(5, 1)
-    bench.idle_step()
-    with pytest.raises(ProfileFailedError, match="no step ran"):
-        window.wait(5)
-    assert not bench.made
-    late = bench.profiler.open(5, 1)
-    bench.now += 10
-    bench.steps(1)
-    with pytest.raises(ProfileFailedError, match="no step ran"):
-        late.wait(5)
-
-
-@pytest.mark.parametrize(("steps", "recorded"), [(1, 1), (3, 2)])
-def test_requests_end_before_the_window(bench: Bench, steps: int, recorded: int) -> None:
-    window = bench.profiler.open(5, 60)
-    bench.steps(steps)
-    with pytest.raises(ProfileFailedError, match="yet"):
-        window.wait(0)
-    bench.idle_step()
-    assert window.wait(5).steps == recorded
-    assert not any(recorder.running for recorder in bench.made)
 
 
 @pytest.mark.parametrize("where", ["make", "start", "stop", "mark", "unmark", "write"])
@@ -197,26 +152,6 @@ def test_a_step_that_fails_keeps_its_error(bench: Bench) -> None:
         raise ValueError("the model")
     bench.steps(1)
     assert window.wait(5).steps == 2
-
-
-def test_the_folder_is_checked_at_start(tmp_path: Path) -> None:
-    def config(folder: Path | None) -> ReplicaConfig:
-        return ReplicaConfig(
-            replica_id="m-0",
-            generation=4,
-            model="m",
-            source="",
-            profile_dir=str(folder) if folder else None,
-        )
-
-    assert make_profiler(config(None), 0) is None
-    assert make_profiler(config(tmp_path / "a" / "b"), 1) is not None
-    assert (tmp_path / "a" / "b").is_dir() and not list((tmp_path / "a" / "b").iterdir())
-    (tmp_path / "file").touch()
-    with pytest.raises(ProfileFolderError, match="--profile"):
-        make_profiler(config(tmp_path / "file"), 0)
-    with pytest.raises(ProfileFolderError, match="--profile"):
-        make_profiler(config(Path("/proc/nothing")), 0)
 
 
 def test_operators_are_ranked_by_their_own_time() -> None:
@@ -247,9 +182,7 @@ def test_operators_are_ranked_by_their_own_time() -> None:
 
 
 @pytest.mark.parametrize("threaded", [False, True], ids=["step by step", "planned ahead"])
-def test_torch_records_the_thread_that_runs_the_steps(
-    make_bench: Callable[..., Any], tmp_path: Path, threaded: bool
-) -> None:
+def test_torch_records_the_thread_that_runs_the_steps(tmp_path: Path, threaded: bool) -> None:
     import torch
 
     from headrace_worker.assembly.step_thread import StepThread

@@ -1,6 +1,5 @@
 """The scheduler, KV manager and engine with a fake runner that checks every plan."""
 
-from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -9,9 +8,8 @@ import pytest
 from headrace_worker.core.plan import StepPlan, StepResult
 from headrace_worker.core.request import Finish
 from headrace_worker.core.step_runner import RunnerBrokenError
-
-Make = Callable[..., Any]
-Undisturbed = Callable[[list[int], int], list[int]]
+from support.worker.engine_bench import make_bench
+from support.worker.fake_model import undisturbed
 
 
 def prompt_of(seed: int, length: int) -> list[int]:
@@ -22,9 +20,7 @@ def prompt_of(seed: int, length: int) -> list[int]:
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("windows", [(0,), (0, 6), (5,), (8, 0, 3)])
 @pytest.mark.parametrize("budget", [8, 16, 64])
-def test_tokens_are_those_of_the_undisturbed_run(
-    make_bench: Make, undisturbed: Undisturbed, depth: int, windows: tuple[int, ...], budget: int
-) -> None:
+def test_tokens_are_those_of_the_undisturbed_run(depth: int, windows: tuple[int, ...], budget: int) -> None:
     bench = make_bench(windows=windows, num_blocks=256, budget=budget, depth=depth)
     requests = [bench.request(prompt_of(i, 1 + i * 5 % 23), max_tokens=1 + i % 9) for i in range(20)]
     emitted = bench.run(requests)
@@ -36,7 +32,7 @@ def test_tokens_are_those_of_the_undisturbed_run(
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_preemption_changes_no_token(make_bench: Make, undisturbed: Undisturbed, depth: int) -> None:
+def test_preemption_changes_no_token(depth: int) -> None:
     bench = make_bench(num_blocks=20, budget=16, depth=depth)
     requests = [bench.request(prompt_of(i, 12), max_tokens=24) for i in range(8)]
     emitted = bench.run(requests)
@@ -47,7 +43,7 @@ def test_preemption_changes_no_token(make_bench: Make, undisturbed: Undisturbed,
         assert emitted[request.attempt_id] == undisturbed(request.tokens[:12], 24)
 
 
-def test_a_prefix_hit_skips_computation_and_leaves_the_last_token(make_bench: Make, undisturbed: Undisturbed) -> None:
+def test_a_prefix_hit_skips_computation_and_leaves_the_last_token() -> None:
     bench = make_bench()
     prompt = prompt_of(1, 16)
     bench.run([bench.request(prompt)])
@@ -57,7 +53,7 @@ def test_a_prefix_hit_skips_computation_and_leaves_the_last_token(make_bench: Ma
     assert again.cached_tokens == 12  # three of four full blocks: the last prompt token is always computed
 
 
-def test_tenants_do_not_share_blocks(make_bench: Make) -> None:
+def test_tenants_do_not_share_blocks() -> None:
     bench = make_bench()
     prompt = prompt_of(1, 16)
     bench.run([bench.request(prompt, salt=b"a")])
@@ -67,23 +63,13 @@ def test_tenants_do_not_share_blocks(make_bench: Make) -> None:
     assert (other.cached_tokens, same.cached_tokens) == (0, 12)
 
 
-def test_a_window_bounds_the_blocks_of_a_request(make_bench: Make) -> None:
+def test_a_window_bounds_the_blocks_of_a_request() -> None:
     bench = make_bench(windows=(8,), num_blocks=64)
     bench.run([bench.request(prompt_of(1, 4), max_tokens=120)])
     assert bench.kv.pool.peak_used <= 8 // 4 + 2
 
 
-def test_waste_is_less_than_a_block_per_request(make_bench: Make) -> None:
-    bench = make_bench(num_blocks=512, max_num_seqs=16, budget=64)
-    for i in range(16):
-        bench.engine.submit(bench.request(prompt_of(i, 10 + i), max_tokens=40))
-    while bench.engine.has_work:
-        bench.engine.step()
-        for request in bench.scheduler.running:
-            assert 0 <= request.table.capacity - request.computed < 4
-
-
-def test_decoding_continues_while_a_long_prompt_is_computed(make_bench: Make) -> None:
+def test_decoding_continues_while_a_long_prompt_is_computed() -> None:
     bench = make_bench(num_blocks=512, budget=16)
     short = bench.request(prompt_of(1, 4), max_tokens=50)
     bench.engine.submit(short)
@@ -95,7 +81,7 @@ def test_decoding_continues_while_a_long_prompt_is_computed(make_bench: Make) ->
         assert len(short.tokens) == before + 1
 
 
-def test_no_request_starves_with_more_requests_than_budget(make_bench: Make) -> None:
+def test_no_request_starves_with_more_requests_than_budget() -> None:
     bench = make_bench(num_blocks=512, max_num_seqs=16, budget=8)
     requests = [bench.request(prompt_of(i, 3), max_tokens=90) for i in range(16)]
     for request in requests:
@@ -110,7 +96,7 @@ def test_no_request_starves_with_more_requests_than_budget(make_bench: Make) -> 
     assert sum(gained) == 40 * 8
 
 
-def test_priority_goes_first(make_bench: Make) -> None:
+def test_priority_goes_first() -> None:
     bench = make_bench(max_num_seqs=1)
     late = bench.request(prompt_of(1, 4), priority=5)
     early = bench.request(prompt_of(2, 4), priority=-1)
@@ -123,9 +109,7 @@ def test_priority_goes_first(make_bench: Make) -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_stop_tokens_end_a_request_and_later_tokens_are_dropped(
-    make_bench: Make, undisturbed: Undisturbed, depth: int
-) -> None:
+def test_stop_tokens_end_a_request_and_later_tokens_are_dropped(depth: int) -> None:
     bench = make_bench(depth=depth)
     prompt = prompt_of(3, 9)
     tokens = undisturbed(prompt, 20)
@@ -138,7 +122,7 @@ def test_stop_tokens_end_a_request_and_later_tokens_are_dropped(
     assert bench.kv.pool.used == 0
 
 
-def test_cancel_frees_at_once_in_every_phase(make_bench: Make) -> None:
+def test_cancel_frees_at_once_in_every_phase() -> None:
     for steps in range(8):
         bench = make_bench(budget=4, depth=steps % 2)
         request = bench.request(prompt_of(1, 14), max_tokens=30)
@@ -152,7 +136,7 @@ def test_cancel_frees_at_once_in_every_phase(make_bench: Make) -> None:
         assert bench.engine.cancel(request.attempt_id) is None
 
 
-def test_a_deadline_ends_waiting_and_running_requests(make_bench: Make) -> None:
+def test_a_deadline_ends_waiting_and_running_requests() -> None:
     bench = make_bench(max_num_seqs=1)
     for request in [bench.request(prompt_of(i, 4), max_tokens=90, deadline=0.05) for i in range(3)]:
         bench.engine.submit(request)
@@ -164,19 +148,7 @@ def test_a_deadline_ends_waiting_and_running_requests(make_bench: Make) -> None:
     assert bench.kv.pool.used == 0
 
 
-def test_requests_that_have_ended_are_not_kept_for_their_deadline(make_bench: Make) -> None:
-    """Behind the deadline of one that runs on."""
-    bench = make_bench(num_blocks=512, max_num_seqs=4)
-    bench.engine.submit(bench.request(prompt_of(0, 4), max_tokens=2000, deadline=1e6))
-    deadlines, most = bench.scheduler._deadlines, 0
-    for number in range(1, 400):
-        bench.engine.submit(bench.request(prompt_of(number % 50, 4), max_tokens=1, deadline=2e6))
-        bench.engine.step()
-        most = max(most, len(deadlines))
-    assert most <= 70, "beside it and what waits, as many as are removed at a time"
-
-
-def test_a_full_queue_refuses(make_bench: Make) -> None:
+def test_a_full_queue_refuses() -> None:
     bench = make_bench(max_waiting=2)
     requests = [bench.request(prompt_of(i, 4)) for i in range(3)]
     refusals = [bench.engine.submit(request) for request in requests]
@@ -185,7 +157,7 @@ def test_a_full_queue_refuses(make_bench: Make) -> None:
     assert bench.engine.submit(requests[0]).finish is Finish.REFUSED
 
 
-def test_one_request_that_breaks_the_model_fails_alone(make_bench: Make, undisturbed: Undisturbed) -> None:
+def test_one_request_that_breaks_the_model_fails_alone() -> None:
     bench = make_bench()
     poison = 7
 
@@ -208,7 +180,7 @@ def test_one_request_that_breaks_the_model_fails_alone(make_bench: Make, undistu
     assert bench.kv.pool.used == 0
 
 
-def test_eight_failed_steps_in_a_row_end_the_replica(make_bench: Make) -> None:
+def test_eight_failed_steps_in_a_row_end_the_replica() -> None:
     bench = make_bench()
 
     def fail(plan: StepPlan) -> None:
@@ -233,7 +205,7 @@ def test_eight_failed_steps_in_a_row_end_the_replica(make_bench: Make) -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_a_long_step_counts_as_long_while_it_is_waited_for(make_bench: Make, depth: int) -> None:
+def test_a_long_step_counts_as_long_while_it_is_waited_for(depth: int) -> None:
     """A shorter one may be planned before: what bounds the wait must not be the shorter one's prediction."""
     bench = make_bench(depth=depth)
     for tokens in (1, 32) * 9:  # a token takes a second
@@ -250,9 +222,7 @@ def test_a_long_step_counts_as_long_while_it_is_waited_for(make_bench: Make, dep
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_results_of_steps_launched_after_a_failed_one_are_never_emitted(
-    make_bench: Make, undisturbed: Undisturbed, depth: int
-) -> None:
+def test_results_of_steps_launched_after_a_failed_one_are_never_emitted(depth: int) -> None:
     """The failure is detected when the step is collected; the next ones have used its KV and tokens by then."""
     bench = make_bench(depth=depth)
     discarded: set[int] = set()
@@ -274,7 +244,7 @@ def test_results_of_steps_launched_after_a_failed_one_are_never_emitted(
         assert emitted[request.attempt_id] == undisturbed(request.tokens[:6], 12)
 
 
-def test_continued_outputs_keep_their_index(make_bench: Make, undisturbed: Undisturbed) -> None:
+def test_continued_outputs_keep_their_index() -> None:
     bench = make_bench()
     prompt = prompt_of(4, 9)
     tokens = undisturbed(prompt, 10)
@@ -294,7 +264,7 @@ def test_continued_outputs_keep_their_index(make_bench: Make, undisturbed: Undis
 @pytest.mark.parametrize(
     ("seed", "batches"), [(seed, 1) for seed in range(60)] + [(seed, 2 + seed % 3) for seed in range(100, 160)]
 )
-def test_random_schedules(make_bench: Make, undisturbed: Undisturbed, seed: int, batches: int) -> None:
+def test_random_schedules(seed: int, batches: int) -> None:
     """Shared prefixes, cancels, deadlines, tiny pools, any depth: tokens, conservation, and an end of every request."""
     random = Random(seed)
     windows = random.choice([(0,), (0, 5), (9,), (4, 0)])
@@ -349,14 +319,14 @@ def test_random_schedules(make_bench: Make, undisturbed: Undisturbed, seed: int,
     assert seen == bench.indexed_digests
 
 
-def test_the_latest_arrivals_are_preempted(make_bench: Make) -> None:
+def test_the_latest_arrivals_are_preempted() -> None:
     bench = make_bench(num_blocks=1 + 12, budget=64)  # three requests of six blocks each
     requests = [bench.request(prompt_of(i, 8), max_tokens=16, arrival=float(i)) for i in range(3)]
     bench.run(requests)
     assert requests[0].preemptions == 0 and requests[2].preemptions > 0
 
 
-def test_a_preempted_request_is_admitted_before_later_arrivals(make_bench: Make) -> None:
+def test_a_preempted_request_is_admitted_before_later_arrivals() -> None:
     bench = make_bench(num_blocks=1 + 8, budget=64, max_num_seqs=2)
     first, second = (bench.request(prompt_of(i, 8), max_tokens=16, arrival=float(i)) for i in range(2))
     third = bench.request(prompt_of(2, 4), max_tokens=2, arrival=2.0)  # fits where the second one does not

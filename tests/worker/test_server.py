@@ -18,10 +18,10 @@ from headrace_proto.errors import ListenError
 from headrace_proto.replica_pb2_grpc import ReplicaStub
 from headrace_worker.server.server import ReplicaServer
 from support.members import MEMBER, METADATA, other_member
+from support.worker.fake_model import undisturbed
 from support.worker.served_engine import ServedEngine
 
 Make = Callable[..., Any]
-Undisturbed = Callable[[list[int], int], list[int]]
 
 
 def submit(attempt: bytes, prompt: list[int], max_tokens: int = 8, **options: Any) -> pb.Submit:
@@ -63,7 +63,7 @@ def all_finished(count: int) -> Callable[[dict[bytes, pb.Delta]], bool]:
     return lambda merged: sum(1 for delta in merged.values() if delta.finish) == count
 
 
-def test_tokens_of_many_attempts_arrive_once_and_in_order(make_served: Make, undisturbed: Undisturbed) -> None:
+def test_tokens_of_many_attempts_arrive_once_and_in_order(make_served: Make) -> None:
     served = make_served(num_blocks=512)
     random = Random(1)
     prompts = {bytes([i]) * 16: [random.randrange(10, 900) for _ in range(1 + i)] for i in range(20)}
@@ -169,33 +169,6 @@ def test_describe_sends_the_tokenizer_unless_it_is_known(make_served: Make) -> N
     assert (facts.max_model_len, len(tokenizer)) == (200, 3 << 19)
     assert asyncio.run(describe(b"d"))[1] == b""
     assert asyncio.run(describe(b"", facts_only=True)) == (facts, b"")
-
-
-def test_a_new_role_is_in_the_next_message(make_served: Make) -> None:
-    served = make_served()
-
-    async def roles() -> list[int]:
-        async with (
-            MEMBER.channel(served.address, NO_PROXY) as channel,
-            MEMBER.channel(served.address, NO_PROXY) as own,
-        ):
-            watcher: Any = served.stub(own)
-            stub = served.stub(channel)
-            facts = (await stub.Describe(pb.DescribeRequest(), metadata=METADATA).read()).facts
-            stream = watcher.WatchHealth(pb.HealthRequest(interval_ms=50), metadata=METADATA)
-            before = (await stream.read()).identity
-            served.description.set_role(pb.ROLE_PREFILL)
-            after = (await stream.read()).identity
-            again = (await stub.Describe(pb.DescribeRequest(), metadata=METADATA).read()).facts
-            call = stub.Serve(metadata=METADATA)
-            await call.write(pb.RouterFrame(hello=HELLO))
-            hello = (await call.read()).hello
-            assert again.max_model_len == facts.max_model_len and again.identity.boot_id == facts.identity.boot_id
-            found = [facts.identity.role, before.role, after.role, again.identity.role, hello.role]
-        return found
-
-    unset = pb.ROLE_UNSPECIFIED
-    assert asyncio.run(roles()) == [unset, unset, pb.ROLE_PREFILL, pb.ROLE_PREFILL, pb.ROLE_PREFILL]
 
 
 def test_cache_events_rebuild_the_cached_hashes(make_served: Make) -> None:
@@ -341,35 +314,6 @@ def test_replicas_whose_contract_versions_differ_by_one_exchange_blocks(
         return error.value.details() or ""
 
     assert ("contract version" in asyncio.run(reason())) is refused
-
-
-def test_frames_report_the_submits_that_their_load_includes(make_served: Make) -> None:
-    """A router counts a submit itself until then, however many steps pass meanwhile."""
-    served = make_served(num_blocks=512)
-    submits = [submit(bytes([number]) * 16, [5, 6, 7]) for number in range(5)]
-    submits[2].model = "other"  # refused without the step loop
-    seen: list[pb.ReplicaFrame] = []
-
-    async def read() -> None:
-        async def frames() -> AsyncIterator[pb.RouterFrame]:
-            yield pb.RouterFrame(hello=HELLO, submits=submits[:4])
-            await asyncio.sleep(0.3)
-            yield pb.RouterFrame(submits=submits[4:])
-            await asyncio.sleep(60)
-
-        async with MEMBER.channel(served.address, NO_PROXY) as channel:
-            async for frame in served.stub(channel).Serve(frames(), metadata=METADATA):
-                seen.append(frame)
-                if sum(delta.finish != pb.FINISH_NONE for frame in seen for delta in frame.deltas) == 5:
-                    break
-
-    asyncio.run(read())
-    counts = [frame.submits for frame in seen if frame.HasField("submits")]
-    assert len(counts) >= len(seen) - 1 and counts == sorted(counts) and counts[-1] == 5
-    finished = 0
-    for frame in seen:
-        finished += sum(delta.finish != pb.FINISH_NONE for delta in frame.deltas)
-        assert frame.load.running + frame.load.waiting + finished >= frame.submits
 
 
 def test_a_router_gets_frames_without_tokens_at_the_interval_that_it_requests(make_served: Make) -> None:

@@ -5,8 +5,7 @@ Reads one JSON line per rank from stdin: {"config": hex of a msgpack ReplicaConf
 null for a rank 0 that opens one}, and optionally "hold": the stage of its start in which it blocks, "busy": true for a
 rank 0 that submits endless requests to itself, "fault": the number of a step that raises, "unread": of one whose
 tokens cannot be read from the device, "hang": of one that does not end although the process lives, "record": options of
-a recorder (see recorders.py) to replay steps with, or "trace": the file for
-the trace of a TracedDevice. Prints JSON lines that begin with the process id: when it is forked,
+a recorder (see recorders.py) to replay steps with. Prints JSON lines that begin with the process id: when it is forked,
 has opened a rendezvous, reaches a stage, is ready, has ended (with the outcome), has exited.
 Ranks are killed when stdin closes.
 """
@@ -23,7 +22,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -37,9 +35,7 @@ from headrace_worker.ranks.stage import StageRunner
 from headrace_worker.replica import Replica
 from headrace_worker.sampler import SampleOutput
 from support.members import MEMBER
-from support.ranks.traced_rank import trace_rank
 from support.worker.recording_device import RecordingDevice, ReplayingDevice, replaying_device
-from support.worker.traced_device import TracedDevice
 
 LAST_CALLS = 50
 REPORTS = os.dup(1)  # logs go to stderr
@@ -59,14 +55,7 @@ def run_rank(order: dict[str, Any]) -> str:
         if stage == order.get("hold"):
             time.sleep(1000)
 
-    record = order.get("record")
-    device = (
-        TracedDevice()
-        if "trace" in (record or {})
-        else replaying_device(record, lambda: report_facts(stage="recording fails"))
-    )
-    if isinstance(device, TracedDevice):
-        trace_rank(device)
+    device = replaying_device(order.get("record"), lambda: report_facts(stage="recording fails"))
     replica = Replica(config, MEMBER.secret, order["rank"], report, lambda name: device)
     signal.signal(signal.SIGUSR1, lambda number, frame: replica.stop())
     faulthandler.register(signal.SIGUSR2)  # prints the stack of each thread to stderr
@@ -83,8 +72,6 @@ def run_rank(order: dict[str, Any]) -> str:
         else:
             rendezvous = msgspec.msgpack.decode(bytes.fromhex(order["rendezvous"]), type=Rendezvous)
         started = replica.start(rendezvous)
-        if isinstance(device, TracedDevice):
-            device.trace_from_any_thread("serve")
         report_facts(notes=started.notes)
         report_facts(weight_bytes=started.weight_bytes, kv_bytes=started.kv_bytes, address=started.address)
         report_facts(kv_blocks=started.kv_blocks)
@@ -97,9 +84,7 @@ def run_rank(order: dict[str, Any]) -> str:
         replica.stop()
         if isinstance(device, ReplayingDevice):
             report_facts(replays=device.steps.replays)
-        if isinstance(device, TracedDevice):
-            device.write(Path(order["record"]["trace"]))
-        elif isinstance(device, RecordingDevice):
+        if isinstance(device, RecordingDevice):
             # The last ones of each thread: a longer line could be mixed with that of another rank.
             report_facts(calls={name: calls[-LAST_CALLS:] for name, calls in device.calls.items()})
     return "stopped"

@@ -21,7 +21,7 @@ from headrace_worker.core.config import Rendezvous, ReplicaConfig
 from headrace_worker.offline import Completion, OfflineEngine
 from headrace_worker.ranks.join import join_team
 from support.child_environment import child_environment
-from support.ranks.checked_run import checked_run
+from support.ranks.workloads import checked_run
 from support.worker.recording_device import ReplayingDevice, replaying_device
 
 

@@ -2,14 +2,17 @@
 
 from dataclasses import dataclass, field
 from random import Random
+from typing import Any
 
+from headrace_proto.block_hash import BlockHasher, derive_key
 from headrace_worker.core.engine import Engine
-from headrace_worker.core.kv.manager import KVManager
+from headrace_worker.core.kv.manager import KVManager, ModelScope
 from headrace_worker.core.layout import CacheGroupSpec, CacheLayout
 from headrace_worker.core.plan import RowSampling
 from headrace_worker.core.request import Request
 from headrace_worker.core.scheduler import Scheduler
-from support.worker.fake_runner import FakeRunner
+from headrace_worker.core.scheduler_limits import SchedulerLimits
+from support.worker.fake_runner import FakeRunner, PipelineRunner
 
 
 class Clock:
@@ -83,3 +86,26 @@ class Bench:
 def make_layout(windows: tuple[int, ...] = (0,), block_size: int = 4) -> CacheLayout:
     groups = tuple(CacheGroupSpec(i, (i,), 1, 8, window) for i, window in enumerate(windows))
     return CacheLayout(block_size, groups, 4)
+
+
+def make_bench(
+    windows: tuple[int, ...] = (0,),
+    num_blocks: int = 128,
+    max_num_seqs: int = 8,
+    budget: int = 32,
+    block_size: int = 4,
+    depth: int = 0,
+    max_waiting: int = 1000,
+    batches: int = 1,
+) -> Any:
+    """A `Bench`, typed as Any because tests replace its parts.
+
+    windows: one per cache group. budget: tokens of a step. depth: of the loop. batches: as many are in flight, if > 1.
+    """
+    layout = make_layout(windows, block_size)
+    clock = Clock()
+    kv = KVManager(layout, num_blocks, BlockHasher(derive_key(b"k")), ModelScope("m", "r", "float32", "float32"))
+    scheduler = Scheduler(SchedulerLimits(max_num_seqs, budget, max_waiting, batches=batches), kv, clock)
+    runner = FakeRunner(layout) if batches == 1 else PipelineRunner(layout, batches=batches)
+    engine = Engine(scheduler, runner, clock, depth if batches == 1 else batches - 1)
+    return Bench(engine, runner, scheduler, kv, clock)

@@ -22,7 +22,7 @@ def guided_token(tokens: list[int], mask: Mask | None) -> int:
     return int(allowed[np.searchsorted(allowed, token) % len(allowed)])
 
 
-def expected(prompt: list[int], count: int) -> list[int]:
+def undisturbed(prompt: list[int], count: int) -> list[int]:
     """The undisturbed outputs of the fake model."""
     tokens = list(prompt)
     for _ in range(count):
@@ -30,7 +30,9 @@ def expected(prompt: list[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def expected_of(prompt: list[int], count: int, guide: TokenGuide, stop_ids: frozenset[int] = frozenset()) -> list[int]:
+def undisturbed_of(
+    prompt: list[int], count: int, guide: TokenGuide, stop_ids: frozenset[int] = frozenset()
+) -> list[int]:
     """The same for a guided request, until it ends."""
     tokens = list(prompt)
     while len(tokens) < len(prompt) + count and not guide.finished and not stop_ids & set(tokens[len(prompt) :]):

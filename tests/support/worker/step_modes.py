@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.offline import Completion, OfflineEngine
 from headrace_worker.runner.graphs import MIXED_TOKENS
 from support.worker.recorders import CallingRecorder
+from support.worker.tiny_models import replica_config
 
 MODES: dict[str, dict[str, Any]] = {
     "one at a time": {"async_scheduling": "off"},
@@ -32,12 +32,9 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def engine_in(
-    tiny: Callable[[str], Any], replica: Callable[..., ReplicaConfig], add_tokenizer: Callable[[Any], None]
-) -> Callable[..., OfflineEngine]:
+def engine_in(tiny: Callable[[str], Any]) -> Callable[..., OfflineEngine]:
     def make(family: str, mode: str, **options: Any) -> OfflineEngine:
         folder = tiny(family)
-        add_tokenizer(folder)
         chosen = dict(MODES[mode])
         record = chosen.pop("record", False)
         sizes: dict[str, Any] = {
@@ -46,7 +43,7 @@ def engine_in(
             "max_model_len": 128,
             "kv_cache_memory": 4 << 20,
         }
-        engine = OfflineEngine(replica(folder, **sizes | chosen | options))
+        engine = OfflineEngine(replica_config(folder, **sizes | chosen | options))
         if record:
             decode, mixed = engine.assembly.runner.record(CallingRecorder())
             assert decode[-1] == 12 and mixed == list(MIXED_TOKENS)

@@ -1,10 +1,13 @@
-"""Tiny random models of each family, saved by transformers."""
+"""Tiny random models of each family, saved by transformers, and the config of a replica for them."""
 
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from headrace_worker.core.config import ReplicaConfig
+from headrace_worker.model.gguf_tokenizer import byte_tokenizer
 
 TINY: dict[str, Any] = {
     "hidden_size": 48,
@@ -33,7 +36,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3-16": {"model_type": "phi3", "sliding_window": None, "hidden_size": 64},
     "granite-16": {"model_type": "granite", "residual_multiplier": 0.5, "hidden_size": 64},
     "mistral-16": {"model_type": "mistral", "sliding_window": 9, "head_dim": 16},
-    "mistral-full": {"model_type": "mistral", "sliding_window": None, "head_dim": 12},
     "gemma2": {"num_hidden_layers": 4, "head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 16},
     "gemma3_text": {"num_hidden_layers": 6, "head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 16},
     "phi3": {"sliding_window": None},
@@ -47,7 +49,10 @@ def save_tiny(family: str, folder: Path) -> Path:
 
 
 def save_random(options: dict[str, Any], folder: Path) -> Path:
-    """Saves a random model with these fields of its config; norms, biases and sinks are not neutral."""
+    """Saves a random model with these fields of its config, and a byte-level tokenizer of 300 tokens.
+
+    Norms, biases and sinks are not neutral.
+    """
     config = AutoConfig.for_model(**options)
     torch.manual_seed(11)
     model = AutoModelForCausalLM.from_config(config).float()
@@ -56,4 +61,16 @@ def save_random(options: dict[str, Any], folder: Path) -> Path:
             if "norm" in name or name.endswith(("bias", "sinks")):
                 parameter.add_(torch.randn_like(parameter) * 0.2)
     model.save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer(300)).save_pretrained(folder)
     return folder
+
+
+def replica_config(source: object, **options: Any) -> ReplicaConfig:
+    """A replica config for a source; float32 on the CPU.
+
+    Tiny models use one thread: on a busy machine two threads wait for each other longer than they compute.
+    """
+    threads = None if source == "smollm2" else 1
+    fields: dict[str, Any] = {"dtype": "float32", "device": "cpu", "block_size": 4, "cpu_threads": threads}
+    fields |= {"replica_id": "r", "model": "m", "source": str(source)}
+    return ReplicaConfig(**fields | options)

@@ -20,6 +20,7 @@ from headrace_worker.core.plan import RowSampling
 from headrace_worker.model.load import LoadedModel, load
 from headrace_worker.model.surgery import SurgeryPlan
 from headrace_worker.offline import Completion, OfflineEngine, Prompt
+from support.worker.tiny_models import replica_config
 
 TIE = 1e-3
 MODELS = ("llama", "qwen3", "mistral")  # tiny ones
@@ -67,22 +68,16 @@ class Subject:
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def subject(
-    request: pytest.FixtureRequest,
-    tiny: Callable[[str], Path],
-    replica: Callable[..., ReplicaConfig],
-    add_tokenizer: Callable[[Path], None],
-) -> Subject:
+def subject(request: pytest.FixtureRequest, tiny: Callable[[str], Path]) -> Subject:
     if request.param == "smollm2":
-        config = replica("smollm2", block_size=16)
+        config = replica_config("smollm2", block_size=16)
         untouched = load(config, plan=SurgeryPlan.none())
         plain = AutoModelForCausalLM.from_config(untouched.config, attn_implementation="sdpa", dtype=torch.float32)
         plain.load_state_dict(untouched.module.state_dict(), strict=False)
         plain.tie_weights()
         return Subject(config, plain.eval(), load(config))
     folder = tiny(request.param)
-    add_tokenizer(folder)
-    config = replica(folder)
+    config = replica_config(folder)
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     return Subject(config, plain, load(config))
 

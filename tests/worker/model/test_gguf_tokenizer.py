@@ -100,18 +100,3 @@ def test_a_file_that_does_not_type_each_token_is_refused(types: list[int]) -> No
     """Else its control tokens would be plain text, for the template and for users."""
     with pytest.raises(ModelLoadError, match=rf"{len(types)} token types for 257 tokens"):
         gguf_tokenizer(_metadata([*BYTES, "<｜User｜>"], types))
-
-
-@pytest.mark.parametrize(
-    ("tokens", "types"),
-    [
-        (["é"], [CONTROL]),  # the byte 0xE9 has this character
-        (["a"], [USER_DEFINED]),
-        (["aa", "aa"], [NORMAL, NORMAL]),
-        (["鿿", "é¿¿"], [NORMAL, NORMAL]),  # the same three bytes, written in two ways
-    ],
-)
-def test_tokens_that_share_an_entry_of_the_vocabulary_are_refused(tokens: list[str], types: list[int]) -> None:
-    """Else text of a user that has the byte would be the control token."""
-    with pytest.raises(ModelLoadError, match=r"spells the token '.+' more than once"):
-        gguf_tokenizer(_metadata([*BYTES, *tokens], [NORMAL] * 256 + types))

@@ -6,16 +6,14 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from headrace_worker.core.guide import Mask
 from headrace_worker.core.plan import RowSampling
 from headrace_worker.core.request import Finish
 from headrace_worker.offline import OfflineEngine, Prompt
-from support.worker.guides import Rule, RuleGuide, exactly, mask_of, number, one_in
+from support.worker.guides import Rule, RuleGuide, exactly, number, one_in
 from support.worker.step_modes import MODES, OPTIONS, engine_in, same
 
 __all__ = ["engine_in"]
@@ -127,57 +125,6 @@ def test_guided_and_free_requests_do_not_change_each_other(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_preemption_and_cancels(mode: str, engine_in: Callable[..., OfflineEngine]) -> None:
-    work = workload(36, seed=2)
-    expected = engine_in("llama", "one at a time").generate(work)
-    offline = engine_in("llama", mode, kv_cache_memory=100_000)
-    engine, random, submitted = offline.assembly.engine, Random(3), []
-    submit = engine.submit
-
-    def remember(request: Any) -> Any:
-        submitted.append(request)
-        return submit(request)
-
-    def cancel_some() -> None:
-        request = random.choice(submitted)
-        if submitted.index(request) % 3 == 0:
-            engine.cancel(request.attempt_id)
-        engine.scheduler.check()
-
-    engine.submit = remember  # type: ignore[method-assign]
-    found = offline.generate(work, after_step=cancel_some)
-    for index, (one, other) in enumerate(zip(found, expected, strict=True)):
-        if one.finish is not None:
-            assert same([one], [other])
-        else:
-            assert index % 3 == 0 and one.token_ids == other.token_ids[: len(one.token_ids)]
-    assert sum(one.finish is None for one in found) > 2
-    assert engine.scheduler.counters.preemptions > 0
-    assert offline.assembly.kv.pool.used == 0
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_stop_tokens_and_a_minimum_of_tokens(mode: str, engine_in: Callable[..., OfflineEngine]) -> None:
-    """The end is excluded until the minimum is reached; if the guide allows nothing else, only that request fails."""
-    rule = number(DIGITS, END, 6)
-
-    def ask(**options: Any) -> Prompt:
-        sampling = RowSampling(temperature=1.0, stop_token_ids=(END,), **options)
-        return Prompt([7, 8, 9], 12, sampling, guide=lambda: RuleGuide(VOCABULARY, rule))
-
-    work = [ask(seed=seed, min_tokens=4) for seed in range(8)] + [ask(seed=0, min_tokens=8)]
-    work.append(Prompt([7, 8, 9], 6, RowSampling(temperature=0.0), ignore_eos=True))
-    found = engine_in("llama", mode).generate(work)
-    for completion in found[:8]:
-        assert completion.finish is Finish.STOP
-        assert 4 <= len(completion.token_ids) - 1 <= 6 and completion.token_ids[-1] == END
-    assert len({tuple(completion.token_ids) for completion in found[:8]}) > 1
-    assert (found[8].finish, len(found[8].token_ids)) == (Finish.ERROR, 6)
-    assert "min_tokens" in found[8].error
-    assert same(found[9:], engine_in("llama", "one at a time").generate(work[9:]))
-
-
-@pytest.mark.parametrize("mode", MODES)
 def test_a_mask_that_allows_nothing_ends_its_request_only(mode: str, engine_in: Callable[..., OfflineEngine]) -> None:
     """After two tokens; greedy and sampled, filtered and penalised."""
 
@@ -208,21 +155,3 @@ def test_logprobs_are_those_of_the_model_and_not_of_the_mask(
     for row, (token, entry) in enumerate(zip(found.token_ids, found.logprobs, strict=True)):
         assert abs(entry.logprob - float(logprobs[row, token])) < 1e-3
         assert abs(entry.top_logprobs[0] - float(logprobs[row].max())) < 1e-3
-
-
-def test_the_bits_of_a_mask(engine_in: Callable[..., OfflineEngine]) -> None:
-    """Every id alone, masks that are shorter or longer than the vocabulary, for rows in any order."""
-    sampler = engine_in("llama", "one at a time").assembly.runner.sampler
-    tokens = torch.zeros(12, 8, dtype=torch.int32)
-
-    def draw(masks: dict[int, Mask], rows: int) -> tuple[list[int], set[int]]:
-        result = sampler.sample(torch.rand(rows, VOCABULARY), range(rows), [1] * rows, tokens, masks).to_result(1)
-        return result.tokens, set(result.failed)
-
-    for first in range(0, VOCABULARY, 12):
-        wanted = list(range(first, min(first + 12, VOCABULARY)))
-        assert draw({i: mask_of([t], VOCABULARY) for i, t in enumerate(wanted)}, len(wanted)) == (wanted, set())
-    short = np.array([1 << 5], np.int32)
-    long = mask_of([319, 500], 512)
-    drawn, failed = draw({7: short, 2: long, 4: mask_of([], 32), 5: mask_of([400], 512)}, 8)
-    assert (drawn[7], drawn[2], failed) == (5, 319, {4, 5})

@@ -8,7 +8,6 @@ import pytest
 
 from headrace_proto.errors import EngineDeadError
 from headrace_worker.assembly.assemble import assemble
-from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.core.request import Finish
 from headrace_worker.core.step_runner import RunnerBrokenError
 from headrace_worker.device.gpu_faults import FATAL_XIDS
@@ -16,6 +15,7 @@ from headrace_worker.offline import OfflineEngine, Prompt
 from headrace_worker.replica import Replica
 from support.members import MEMBER
 from support.worker.recording_device import RecordingDevice
+from support.worker.tiny_models import replica_config
 
 SIZES: dict[str, Any] = {
     "max_num_seqs": 4,
@@ -31,14 +31,11 @@ class LostError(RuntimeError):
 
 
 @pytest.fixture
-def offline(
-    tiny: Callable[[str], Any], replica: Callable[..., ReplicaConfig], add_tokenizer: Callable[[Any], None]
-) -> OfflineEngine:
+def offline(tiny: Callable[[str], Any]) -> OfflineEngine:
     folder = tiny("llama")
-    add_tokenizer(folder)
     device = RecordingDevice()
     device.lost = LostError
-    return OfflineEngine(assemble(replica(folder, **SIZES), device=device))
+    return OfflineEngine(assemble(replica_config(folder, **SIZES), device=device))
 
 
 @pytest.mark.parametrize(
@@ -81,13 +78,10 @@ class DefectiveDevice(RecordingDevice):
         return end
 
 
-def test_the_rank_ends_at_once_with_the_reason(
-    tiny: Callable[[str], Any], replica: Callable[..., ReplicaConfig], add_tokenizer: Callable[[Any], None]
-) -> None:
+def test_the_rank_ends_at_once_with_the_reason(tiny: Callable[[str], Any]) -> None:
     folder = tiny("llama")
-    add_tokenizer(folder)
     device = DefectiveDevice()
-    rank = Replica(replica(folder, kv_cache_memory=1 << 20), MEMBER.secret, device=lambda _: device)
+    rank = Replica(replica_config(folder, kv_cache_memory=1 << 20), MEMBER.secret, device=lambda _: device)
     rank.start()
     try:
         assert device.on_fault is not None

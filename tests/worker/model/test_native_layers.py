@@ -1,22 +1,20 @@
 """Adjacent layers in one C++ call: the bits of the layers one by one."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from headrace_kernels.arguments import KernelArgumentError
 from headrace_kernels.cpu import library
 from headrace_kernels.meta import AttentionMeta
-from headrace_worker.core.config import ReplicaConfig
-from headrace_worker.model.attention import LayerCache, StepContext, StepContextError, step_context
+from headrace_worker.model.attention import LayerCache, StepContext, step_context
 from headrace_worker.model.load import load
 from headrace_worker.model.surgery import SurgeryPlan
 from headrace_worker.model.surgery.layers import FusedLayer
 from headrace_worker.model.surgery.native import NativeLayers
+from support.worker.tiny_models import replica_config
 
 pytestmark = pytest.mark.skipif(library.missing() is not None, reason="no C++ compiler")
 
@@ -31,16 +29,10 @@ ALTERNATING = ("gemma2",)  # layers that differ in kind from the one before
 
 
 @pytest.fixture(params=FAMILIES + ALTERNATING)
-def native(
-    request: pytest.FixtureRequest,
-    half: Callable[[str], Path],
-    replica: Callable[..., ReplicaConfig],
-    add_tokenizer: Callable[[Path], None],
-) -> NativeLayers:
+def native(request: pytest.FixtureRequest, half: Callable[[str], Path]) -> NativeLayers:
     """The layers of a family's tiny model."""
     folder = half(request.param)
-    add_tokenizer(folder)
-    model = load(replica(folder))
+    model = load(replica_config(folder))
     found = [module for module in model.module.modules() if isinstance(module, NativeLayers)]
     if request.param in ALTERNATING:
         assert [len(one.layers) for one in found] == [1] * 4
@@ -117,27 +109,6 @@ def test_each_layer_is_announced_when_its_keys_are_written(native: NativeLayers)
         assert torch.equal(found, native(hidden, rotary))
 
 
-def test_wrong_steps_are_refused(native: NativeLayers) -> None:
-    hidden, rotary = inputs(native)
-    step = step_of(native)
-    step.metas[0].slots[3] = BLOCK * BLOCKS
-    with torch.no_grad(), step_context(step), pytest.raises(KernelArgumentError, match="slot is outside of the pool"):
-        native(hidden, rotary)
-    step = step_of(native)
-    with torch.no_grad(), step_context(step):
-        native(hidden, rotary)
-        with pytest.raises(StepContextError, match="more than once"):
-            native(hidden, rotary)
-    step = step_of(native)
-    step.metas = [replace(step.metas[0], slots=step.metas[0].slots.to(torch.int32))]
-    with torch.no_grad(), step_context(step), pytest.raises(KernelArgumentError, match="lengths are not as described"):
-        native(hidden, rotary)
-    short = (rotary[0][:, :5], rotary[1][:, :5])
-    for given, angles, message in ((hidden[:, :5], short, "11 slots"), (hidden, short, "do not fit")):
-        with torch.no_grad(), step_context(step_of(native)), pytest.raises(KernelArgumentError, match=message):
-            native(given, angles)
-
-
-def test_the_plan_disables_it(half: Callable[[str], Path], replica: Callable[..., ReplicaConfig]) -> None:
-    model = load(replica(half("llama-16")), plan=SurgeryPlan(native=False))
+def test_the_plan_disables_it(half: Callable[[str], Path]) -> None:
+    model = load(replica_config(half("llama-16")), plan=SurgeryPlan(native=False))
     assert not any(isinstance(module, NativeLayers) for module in model.module.modules())

@@ -7,23 +7,20 @@ import pytest
 from torch import Tensor
 
 from headrace_worker.assembly.assemble import assemble
-from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.core.request import Finish
 from headrace_worker.offline import OfflineEngine, Prompt
 from headrace_worker.runner.batch import Batch
 from headrace_worker.runner.runner import Runner
+from support.worker.tiny_models import replica_config
 
 SIZES: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 96}
 LONG = list(range(10, 50))  # several full blocks
 
 
 @pytest.fixture
-def offline(
-    tiny: Callable[[str], Any], replica: Callable[..., ReplicaConfig], add_tokenizer: Callable[[Any], None]
-) -> OfflineEngine:
+def offline(tiny: Callable[[str], Any]) -> OfflineEngine:
     folder = tiny("llama")
-    add_tokenizer(folder)
-    return OfflineEngine(assemble(replica(folder, kv_cache_memory=1 << 20, **SIZES)))
+    return OfflineEngine(assemble(replica_config(folder, kv_cache_memory=1 << 20, **SIZES)))
 
 
 def _break_rows(patch: pytest.MonkeyPatch, length: int) -> None:

@@ -10,14 +10,13 @@ from transformers import AutoModelForCausalLM
 
 from headrace_kernels.cpu import library
 from headrace_kernels.packed import Form
-from headrace_proto.errors import ModelUnsupportedError
-from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.core.plan import RowSampling
 from headrace_worker.model.load import LoadedModel, load
 from headrace_worker.model.packable import PackedEmbedding, PackedLinear
 from headrace_worker.model.surgery import SurgeryPlan
 from headrace_worker.model.surgery.native import NativeLayers
 from headrace_worker.offline import OfflineEngine, Prompt
+from support.worker.tiny_models import replica_config
 
 pytestmark = pytest.mark.skipif(library.missing() is not None, reason="no C++ compiler: weights are unpacked")
 
@@ -28,17 +27,14 @@ def halves(request: pytest.FixtureRequest, half: Callable[[str], Path]) -> Path:
     return half(request.param)
 
 
-def test_a_bfloat16_checkpoint_stays_as_it_is_with_the_tokens_of_float32(
-    halves: Path, replica: Callable[..., ReplicaConfig], add_tokenizer: Callable[[Path], None]
-) -> None:
-    add_tokenizer(halves)
-    model = load(replica(halves))
+def test_a_bfloat16_checkpoint_stays_as_it_is_with_the_tokens_of_float32(halves: Path) -> None:
+    model = load(replica_config(halves))
     packed = [module for module in model.module.modules() if isinstance(module, PackedLinear)]
     assert packed and {module.packed.form for module in packed} == {Form.BFLOAT16}
-    whole = load(replica(halves), plan=SurgeryPlan(linears=False))
+    whole = load(replica_config(halves), plan=SurgeryPlan(linears=False))
     assert model.weight_bytes < whole.weight_bytes
     plain = AutoModelForCausalLM.from_pretrained(halves, dtype=torch.float32, attn_implementation="eager").eval()
-    engine = OfflineEngine(replica(halves, kv_cache_memory=1 << 26, max_model_len=64), model)
+    engine = OfflineEngine(replica_config(halves, kv_cache_memory=1 << 26, max_model_len=64), model)
     prompts = [[7, 3, 9, 250, 11], list(range(20, 53))]
     greedy = RowSampling(temperature=0.0)
     found = engine.generate([Prompt(prompt, 12, greedy, ignore_eos=True) for prompt in prompts])
@@ -66,11 +62,11 @@ def test_a_float32_checkpoint_is_packed_in_the_precision_of_its_products(
     }
 
 
-def test_arithmetic_in_bfloat16_chooses_nearly_the_same_tokens(replica: Callable[..., ReplicaConfig]) -> None:
+def test_arithmetic_in_bfloat16_chooses_nearly_the_same_tokens() -> None:
     """At 98.5 % of a text's positions the most probable token is that of exact products; rows do not change rows."""
     chosen = []
     for arithmetic in ("exact", "bf16"):
-        config = replica(
+        config = replica_config(
             "smollm2", block_size=16, kv_cache_memory=1 << 27, max_model_len=1024, cpu_arithmetic=arithmetic,
             max_num_batched_tokens=256,
         )  # fmt: skip
@@ -87,13 +83,8 @@ def test_arithmetic_in_bfloat16_chooses_nearly_the_same_tokens(replica: Callable
     assert len(chosen[0]) == 799 and 0.985 * 799 <= same < 799, same
 
 
-def test_other_places_refuse_bf16(load_tiny: Callable[..., LoadedModel]) -> None:
-    with pytest.raises(ModelUnsupportedError, match="--cpu-arithmetic bf16 is for CPUs, --dtype float32"):
-        load_tiny("llama-16", cpu_arithmetic="bf16", dtype="bfloat16")
-
-
-def test_the_embedded_model_keeps_its_bytes(replica: Callable[..., ReplicaConfig]) -> None:
-    model = load(replica("smollm2", block_size=16))
+def test_the_embedded_model_keeps_its_bytes() -> None:
+    model = load(replica_config("smollm2", block_size=16))
     head, embedding = model.module.lm_head, model.module.model.embed_tokens
     assert isinstance(head, PackedLinear) and isinstance(embedding, PackedEmbedding)
     assert head.packed is embedding.matrix.packed(), "the two are one tensor"

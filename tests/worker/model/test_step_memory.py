@@ -2,26 +2,22 @@
 
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import Mock
 
 import pytest
 
 from headrace_proto.errors import MemoryTooSmallError
 from headrace_worker.assembly.assemble import assemble
-from headrace_worker.assembly.step_memory import measure_step_memory
-from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.core.kv.sizing import gpu_headroom, size_kv
 from headrace_worker.core.step_runner import RunnerBrokenError
-from headrace_worker.model.load import LoadedModel
-from headrace_worker.runner.coverage import LARGEST_OPTIONS, largest_steps
 from headrace_worker.runner.graphs import MIXED_TOKENS, decode_sizes
 from headrace_worker.runner.runner import Runner
-from headrace_worker.sampler import SampleOutput
 from support.worker.engine_bench import make_layout
 from support.worker.recorders import CallingRecorder
 from support.worker.recording_device import RecordingDevice
+from support.worker.tiny_models import replica_config
 
 T = TypeVar("T")
 
@@ -34,26 +30,9 @@ class FullError(RuntimeError):
 
 
 @pytest.fixture
-def folder(tiny: Callable[[str], Any], add_tokenizer: Callable[[Any], None]) -> Path:
+def folder(tiny: Callable[[str], Any]) -> Path:
     made: Path = tiny("llama")
-    add_tokenizer(made)
     return made
-
-
-@pytest.fixture
-def full(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RecordingDevice]:
-    """Makes a device where a method of an object, or of its recorder, cannot allocate its memory."""
-
-    def fail(*_: Any) -> None:
-        raise FullError("out of memory")
-
-    def device(target: Any = None, name: str = "") -> RecordingDevice:
-        made = RecordingDevice()
-        made.full = FullError
-        monkeypatch.setattr(made.steps if target is None else target, name, fail)
-        return made
-
-    return device
 
 
 class LiveRecorder(CallingRecorder):
@@ -113,9 +92,9 @@ class MeteredDevice(RecordingDevice):
         self._libraries = 7 * MIB  # a step was run
 
 
-def test_the_cache_gets_what_steps_and_recordings_leave(folder: Path, replica: Callable[..., ReplicaConfig]) -> None:
+def test_the_cache_gets_what_steps_and_recordings_leave(folder: Path) -> None:
     device = MeteredDevice()
-    assembly = assemble(replica(folder, **SIZES), device=device)
+    assembly = assemble(replica_config(folder, **SIZES), device=device)
     others = len(decode_sizes(40)) + len(MIXED_TOKENS) - 2
     graphs = device.recordings.inputs + 30 * MIB + 2 * MIB * others
     (note,) = [note for note in assembly.notes if note.startswith("GPU memory")]
@@ -127,50 +106,15 @@ def test_the_cache_gets_what_steps_and_recordings_leave(folder: Path, replica: C
     assert assembly.size.num_blocks == largest, "as many as 40 requests of 64 tokens need"
     small = dict(SIZES, kv_cache_memory=free - 100 * MIB - graphs + MIB)
     with pytest.raises(MemoryTooSmallError, match="--kv-cache-memory is"):
-        assemble(replica(folder, **small), device=MeteredDevice())
+        assemble(replica_config(folder, **small), device=MeteredDevice())
 
 
-def test_the_inputs_of_all_recorded_sizes_are_counted(folder: Path, replica: Callable[..., ReplicaConfig]) -> None:
-    """Block tables of the longest request for each sequence: 256 rows of 131,072 tokens take 160 MiB in all sizes."""
-    device = MeteredDevice()
-    device.recordings = device.steps = LiveRecorder([0])
-    model = assemble(replica(folder, **SIZES)).model
-    memory = measure_step_memory(replica(folder, **SIZES), _on(model, device), None, device.recorder(), 40, 64)
-    entries = 64 // model.layout.block_size
-    rows = sum(decode_sizes(40)) + sum(min(tokens, 40) for tokens in MIXED_TOKENS)
-    assert memory.graphs == device.recordings.inputs > rows * entries * 4 * len(model.layout.groups)
-    assert not device.recordings.taken, "all is released"
-
-
-def _on(model: LoadedModel, device: RecordingDevice) -> LoadedModel:
-    device.use()
-    return replace(model, device=device)
-
-
-def test_in_the_largest_steps_all_rows_filter_and_report(folder: Path, replica: Callable[..., ReplicaConfig]) -> None:
-    layout = assemble(replica(folder, **SIZES)).model.layout
-    prompts, decodes, long, longest, frees = largest_steps(layout, 40, 64, 1000)
-    assert sum(work.count for work in prompts.work) == 1000 and len(prompts.work) == len(decodes.work) == 40
-    assert {init.sampling for init in (*prompts.inits, *long.inits, *longest.inits)} == {LARGEST_OPTIONS}
-    assert [work.count for work in long.work] == [62] and frees.frees == list(range(40))
-    # Every row decodes the last token that a request may have, and its penalties look at all before.
-    assert [(work.row, work.start, work.count) for work in longest.work] == [(row, 63, 1) for row in range(40)]
-
-
-def test_a_step_that_does_not_fit_is_explained(
-    folder: Path, replica: Callable[..., ReplicaConfig], full: Callable[..., RecordingDevice]
-) -> None:
+def test_a_step_that_does_not_fit_is_explained(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = RecordingDevice()
+    device.full = FullError
+    monkeypatch.setattr(Runner, "forward", Mock(side_effect=FullError("out of memory")))
     with pytest.raises(MemoryTooSmallError, match=r"A step of 24 tokens does not fit .* --max-num-batched-tokens"):
-        assemble(replica(folder, **SIZES), device=full(Runner, "forward"))
-
-
-def test_recordings_that_do_not_fit_beside_no_cache_are_not_tried_again(
-    folder: Path, replica: Callable[..., ReplicaConfig], full: Callable[..., RecordingDevice]
-) -> None:
-    notes = assemble(replica(folder, **SIZES), device=full(name="record")).notes
-    remedy = "give a smaller --max-num-seqs or --max-model-len."
-    (note,) = [note for note in notes if note.startswith("CUDA graphs")]
-    assert note == f"CUDA graphs: off, as there is too little memory for them: {remedy}"
+        assemble(replica_config(folder, **SIZES), device=device)
 
 
 class FailingAt(CallingRecorder):
@@ -187,36 +131,23 @@ class FailingAt(CallingRecorder):
 
 
 @pytest.mark.parametrize("number", [1, 20])
-def test_recordings_that_do_not_fit_beside_the_cache(
-    number: int, folder: Path, replica: Callable[..., ReplicaConfig]
-) -> None:
+def test_recordings_that_do_not_fit_beside_the_cache(number: int, folder: Path) -> None:
     device = RecordingDevice()
     device.full = FullError
     device.steps = FailingAt(number, FullError("out of memory"))
-    notes = assemble(replica(folder, **SIZES), device=device).notes
+    notes = assemble(replica_config(folder, **SIZES), device=device).notes
     (note,) = [note for note in notes if note.startswith("CUDA graphs: off")]
     assert ("--kv-cache-memory" in note) == (number == 20), "the first ones are recorded to measure them"
 
 
 @pytest.mark.parametrize("number", [1, 20])
-def test_an_error_that_ends_the_device_is_not_blamed_on_the_model(
-    number: int, folder: Path, replica: Callable[..., ReplicaConfig]
-) -> None:
+def test_an_error_that_ends_the_device_is_not_blamed_on_the_model(number: int, folder: Path) -> None:
     """While recordings are measured, and while they are made for use."""
     device = RecordingDevice()
     device.lost = FullError
     device.steps = FailingAt(number, FullError("CUDA error: an illegal memory access was encountered"))
     with pytest.raises(RunnerBrokenError, match=r"^cpu is in error \(FullError: CUDA error: .* encountered\)$"):
-        assemble(replica(folder, **SIZES), device=device)
-
-
-def test_an_error_that_ends_the_device_in_a_measured_step(
-    folder: Path, replica: Callable[..., ReplicaConfig], full: Callable[..., RecordingDevice]
-) -> None:
-    device = full(SampleOutput, "to_result")
-    device.full, device.lost = None, FullError
-    with pytest.raises(RunnerBrokenError, match=r"^cpu is in error \(FullError"):
-        assemble(replica(folder, **SIZES), device=device)
+        assemble(replica_config(folder, **SIZES), device=device)
 
 
 @pytest.mark.parametrize(("total", "headroom"), [(16, 0.5), (80, 1.6)])

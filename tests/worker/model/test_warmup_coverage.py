@@ -15,13 +15,11 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from headrace_worker.core.config import ReplicaConfig
-from headrace_worker.core.guide import Mask
-from headrace_worker.core.layout import CacheGroupSpec, CacheLayout
-from headrace_worker.core.plan import RowSampling, StepPlan, StepResult
+from headrace_worker.core.plan import RowSampling
 from headrace_worker.offline import OfflineEngine, Prompt
-from headrace_worker.runner.coverage import OPTIONS, cover, covering_plans
+from headrace_worker.runner.coverage import OPTIONS, cover
 from headrace_worker.sampler import truncation
+from support.worker.tiny_models import replica_config
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
 
@@ -102,12 +100,7 @@ def variants(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[object, ...]
 
 
 @pytest.fixture
-def engine_of(
-    tiny: Callable[[str], Path],
-    replica: Callable[..., ReplicaConfig],
-    add_tokenizer: Callable[[Path], None],
-    tmp_path: Path,
-) -> Callable[..., OfflineEngine]:
+def engine_of(tiny: Callable[[str], Path], tmp_path: Path) -> Callable[..., OfflineEngine]:
     """An engine with a model of many positions."""
 
     def make(family: str, **options: Any) -> OfflineEngine:
@@ -115,9 +108,8 @@ def engine_of(
         shutil.copytree(tiny(family), folder, dirs_exist_ok=True)
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": LONG}))
-        add_tokenizer(folder)
         sizes = {"max_num_seqs": 24, "max_num_batched_tokens": 700, "kv_cache_memory": 16 << 20, "block_size": 16}
-        return OfflineEngine(replica(folder, **sizes | options))
+        return OfflineEngine(replica_config(folder, **sizes | options))
 
     return make
 
@@ -159,62 +151,3 @@ def test_nothing_new_is_compiled_once_it_serves(
         ids = [random.randrange(3, 300) for _ in range(length)]
         engine.generate([Prompt(ids, 4, RowSampling(temperature=0.7, top_p=0.9, seed=length), ignore_eos=True)])
     assert variants == covered, sorted(map(str, variants - covered))
-
-
-def test_it_resets_rows_and_pools(engine_of: Callable[..., OfflineEngine]) -> None:
-    """Later requests have the same result as without it."""
-    engine = engine_of("gemma2")
-    expected = engine.generate(workload()[:8])
-    fresh = engine_of("gemma2", max_num_seqs=23)
-    runner = fresh.assembly.runner
-    cover(runner, 300)
-    assert not any(pool.any() for pool in runner.pools.tensors) and not runner.rows.tokens.any()
-    assert [found.token_ids for found in fresh.generate(workload()[:8])] == [each.token_ids for each in expected]
-
-
-@pytest.mark.parametrize(
-    ("max_rows", "max_len", "budget"), [(1, 4, 8192), (2, 40, 64), (256, 131_072, 8192), (64, 64, 8192)]
-)
-def test_its_steps_fit_into_any_replica(max_rows: int, max_len: int, budget: int) -> None:
-    layout = CacheLayout(16, tuple(CacheGroupSpec(i, (i,), 1, 8, 0) for i in range(2)), 4)
-    known: dict[int, int] = {}
-    for plan in covering_plans(layout, max_rows, max_len, budget):
-        known |= {init.row: len(init.token_ids) for init in plan.inits}
-        assert sum(work.count for work in plan.work) <= budget
-        for work in plan.work:
-            assert work.row < max_rows and work.start + work.count <= max_len
-            assert work.start <= known[work.row]
-        for update in plan.tables:
-            assert len(update.block_ids) * 16 < max_len + 16 and set(update.block_ids) == {1 + update.group}
-    assert plan.frees and not plan.work
-
-
-def test_masks_are_passed_with_several_ranks() -> None:
-    """A guided step is sampled once, before it is collected."""
-
-    class RecordingRunner:
-        layout = CacheLayout(16, (CacheGroupSpec(0, (0,), 1, 8, 0),), 4)
-        max_rows, max_len = 4, 64
-
-        def __init__(self) -> None:
-            self.calls: list[str] = []
-
-        def launch(self, plan: StepPlan) -> StepPlan:
-            return plan
-
-        def draw(self, handle: StepPlan, masks: dict[int, Mask]) -> None:
-            assert handle.guided and list(masks) == [0]
-            self.calls.append("draw")
-
-        def collect(self, handle: StepPlan) -> StepResult:
-            self.calls.append("collect, guided" if handle.guided else "collect")
-            return StepResult(0, [], {}, {})
-
-        def clear(self, blocks: int, rows: int = 1) -> None:
-            self.calls.append(f"clear {blocks} {rows}")
-
-    runner: Any = RecordingRunner()
-    cover(runner, 64)
-    assert runner.calls.count("draw") == 1
-    assert runner.calls[runner.calls.index("draw") + 1] == "collect, guided"
-    assert runner.calls[-1] == "clear 2 4"

@@ -13,7 +13,6 @@ from transformers import AutoConfig
 
 from headrace_kernels.meta import AttentionMeta
 from headrace_proto.errors import ModelLoadError, ModelUnsupportedError
-from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.model.attention import (
     LayerCache,
     StepContext,
@@ -21,15 +20,13 @@ from headrace_worker.model.attention import (
     attention_forward,
     step_context,
 )
-from headrace_worker.model.buffers import compute_buffers
 from headrace_worker.model.build import build_meta, check_rope
 from headrace_worker.model.cache_layout import cache_layout, layer_windows
 from headrace_worker.model.headers import read_headers
 from headrace_worker.model.load import LoadedModel, load
 from headrace_worker.model.source import resolve
-from support.worker.tiny_models import FAMILIES, TINY, save_random
+from support.worker.tiny_models import FAMILIES, TINY, replica_config, save_random
 
-Replica = Callable[..., ReplicaConfig]
 T, H, K, D = 4, 4, 2, 16
 
 
@@ -57,11 +54,6 @@ def test_attention_in_both_directions_is_refused(kind: str, fields: dict[str, An
         build_meta(config_of(kind, **fields), torch.float32)
 
 
-@pytest.mark.parametrize("fields", [{}, {"use_bidirectional_attention": False}, {"use_bidirectional_attention": None}])
-def test_causal_attention_is_not(fields: dict[str, Any]) -> None:
-    assert build_meta(config_of("gemma2", **fields), torch.float32)
-
-
 @pytest.mark.parametrize("kind", ["axial", "ntk", "yarn2"])
 @pytest.mark.parametrize("nested", [False, True])
 def test_unknown_rotary_embeddings_are_refused(kind: str, nested: bool) -> None:
@@ -70,15 +62,6 @@ def test_unknown_rotary_embeddings_are_refused(kind: str, nested: bool) -> None:
     config.rope_parameters = {"full_attention": rope, "sliding_attention": {"rope_type": "default"}} if nested else rope
     with pytest.raises(ModelUnsupportedError, match=f"rotary embeddings of the type '{kind}'"):
         check_rope(config, None)
-
-
-def test_known_rotary_embeddings_are_not() -> None:
-    for kind in ("default", "linear", "llama3", "yarn"):
-        config = config_of("llama")
-        config.rope_parameters = {"rope_type": kind}
-        check_rope(config, None)
-    config.rope_parameters = None
-    check_rope(config, None)
 
 
 @pytest.mark.parametrize(
@@ -132,11 +115,6 @@ def test_arguments_that_change_attention_are_refused(arguments: dict[str, Any]) 
         forward(0, **arguments)
 
 
-def test_arguments_without_effect_are_accepted() -> None:
-    options = {"position_ids": torch.arange(T)[None], "is_causal": True, "use_cache": False, "position_bias": None}
-    assert forward(0, **options).shape == (1, T, H, D)
-
-
 @pytest.mark.parametrize(("window", "passed"), [(3, None), (0, 3), (3, 2)])
 def test_a_window_that_the_cache_does_not_have_is_refused(window: int, passed: int | None) -> None:
     with pytest.raises(StepContextError, match="but its cache group is for"):
@@ -144,11 +122,11 @@ def test_a_window_that_the_cache_does_not_have_is_refused(window: int, passed: i
     assert forward(window, sliding_window=window or None).isfinite().all()
 
 
-def test_a_mask_of_a_familys_own_is_refused(tmp_path: Path, replica: Replica) -> None:
+def test_a_mask_of_a_familys_own_is_refused(tmp_path: Path) -> None:
     """Doge adds a mask that it computes from the values."""
     save_random({"model_type": "doge"} | TINY, tmp_path)
     with pytest.raises(StepContextError, match="DogeAttention passes attention_mask"):
-        run_once(load(replica(tmp_path, load_format="dummy")))
+        run_once(load(replica_config(tmp_path, load_format="dummy")))
 
 
 def run_once(model: LoadedModel) -> None:
@@ -166,10 +144,9 @@ def run_once(model: LoadedModel) -> None:
 
 
 @pytest.fixture
-def mtp_folder(tmp_path: Path, add_tokenizer: Callable[[Path], None]) -> Path:
+def mtp_folder(tmp_path: Path) -> Path:
     """A model of a family that declares the tensors of `mtp` as ignored, with such a head in its checkpoint."""
     folder = save_random({"model_type": "ernie4_5_moe", "moe_num_experts": 4, "moe_k": 2} | TINY, tmp_path / "ernie")
-    add_tokenizer(folder)
     add_tensors(folder, {"mtp.layers.0.proj.weight": torch.ones(500, 500), "mtp.norm.weight": torch.ones(4)})
     return folder
 
@@ -179,40 +156,16 @@ def add_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     save_file(load_file(path) | tensors, path, metadata={"format": "pt"})
 
 
-def test_tensors_that_the_family_ignores_do_not_stop_a_load(mtp_folder: Path, replica: Replica) -> None:
-    model = load(replica(mtp_folder))
+def test_tensors_that_the_family_ignores_do_not_stop_a_load(mtp_folder: Path) -> None:
+    model = load(replica_config(mtp_folder))
     names = {name for name, _ in model.module.named_parameters()}
     assert not any("mtp" in name for name in names)
     assert read_headers(resolve(str(mtp_folder))).elements * 4 <= model.weight_bytes, "still a lower bound"
 
 
-def test_other_tensors_still_stop_it(mtp_folder: Path, replica: Replica) -> None:
-    add_tensors(mtp_folder, {"model.layers.0.self_attn.gate.weight": torch.ones(4)})
-    with pytest.raises(ModelLoadError, match=r"has 1 tensors that the model does not have, 'model\.layers\.0"):
-        load(replica(mtp_folder))
-
-
-def test_a_family_that_declares_nothing_ignores_nothing(
-    tmp_path: Path, tiny: Callable[[str], Path], replica: Replica
-) -> None:
-    folder = copytree(tiny("qwen3"), tmp_path / "model")
-    add_tensors(folder, {"mtp.norm.weight": torch.ones(4)})
-    with pytest.raises(ModelLoadError, match=r"'mtp\.norm\.weight' first"):
-        load(replica(folder))
-
-
-def test_integers_in_place_of_weights_are_refused(
-    tmp_path: Path, tiny: Callable[[str], Path], replica: Replica
-) -> None:
+def test_integers_in_place_of_weights_are_refused(tmp_path: Path, tiny: Callable[[str], Path]) -> None:
     folder = copytree(tiny("qwen3"), tmp_path / "model")
     name = "model.layers.0.mlp.up_proj.weight"
     add_tensors(folder, {name: load_file(folder / "model.safetensors")[name].to(torch.int8)})
     with pytest.raises(ModelLoadError, match=r"up_proj.weight' holds torch.int8"):
-        load(replica(folder))
-
-
-def test_huge_buffers_are_refused() -> None:
-    model = build_meta(config_of("llama"), torch.float32)
-    model.model.rotary_emb.inv_freq = torch.empty(1 << 40, device="meta")
-    with pytest.raises(ModelUnsupportedError, match=r"buffers of 1,099,511,627,\d+ numbers"):
-        compute_buffers(model, torch.device("cpu"))
+        load(replica_config(folder))

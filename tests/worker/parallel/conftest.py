@@ -8,45 +8,35 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 
 from headrace_proto.block_hash import BlockHasher, derive_key
 from headrace_worker.assembly.assemble import Assembly
 from headrace_worker.assembly.command_queue import CommandQueue
 from headrace_worker.comm.parallel_context import ParallelContext
-from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.core.engine import Engine
 from headrace_worker.core.kv.manager import KVManager, ModelScope
 from headrace_worker.core.request import Finish
 from headrace_worker.core.scheduler import Scheduler
 from headrace_worker.core.scheduler_limits import SchedulerLimits
-from headrace_worker.model.gguf_tokenizer import byte_tokenizer
 from headrace_worker.model.load import LoadedModel, load
 from headrace_worker.model.surgery import SurgeryPlan
 from headrace_worker.offline import Completion, OfflineEngine, Prompt
 from headrace_worker.runner import Runner
 from headrace_worker.runner.pools import KVPools
-from support.ranks.families import FAMILIES, TINY
-from support.ranks.guided_workload import guided_workload, outcome
+from support.ranks.families import FAMILIES, LLAMA_BLOCK_BYTES, SMALL, SMALL_POOL_BLOCKS, TINY
 from support.ranks.process_ranks import ForkServer, ProcessReplica, RankGroup
 from support.ranks.router_client import RouterClient
-from support.ranks.sharded_replica import ShardedReplica
-from support.ranks.small_replica import LLAMA_BLOCK_BYTES, SMALL, SMALL_POOL_BLOCKS
-from support.ranks.thread_communicator import ThreadCommunicator, ThreadGroup
-from support.ranks.threaded_runner import ThreadedRunner
-from support.worker.tiny_models import save_random
+from support.ranks.thread_ranks import ShardedReplica, ThreadCommunicator, ThreadedRunner, ThreadGroup
+from support.ranks.workloads import guided_workload, outcome
+from support.worker.tiny_models import replica_config, save_random
 
 TIE = 1e-3
 
 
 @pytest.fixture(scope="session")
-def families() -> dict[str, dict[str, Any]]:
-    return FAMILIES
-
-
-@pytest.fixture(scope="session")
 def save_tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Folder of a tiny random model, saved by transformers; norms, biases and sinks are not neutral."""
+    """Folder of a tiny random model, saved by transformers."""
     made: dict[str, Path] = {}
 
     def save(family: str, **changes: Any) -> Path:
@@ -54,26 +44,13 @@ def save_tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         if key not in made:
             options = {"model_type": family} | TINY | FAMILIES.get(family, {}) | changes
             made[key] = save_random(options, tmp_path_factory.mktemp(family))
-            PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer(300)).save_pretrained(made[key])
         return made[key]
 
     return save
 
 
 @pytest.fixture(scope="session")
-def replica_config() -> Callable[..., ReplicaConfig]:
-    """A replica config for a source; float32 on the CPU, one thread."""
-
-    def make(source: object, **options: Any) -> ReplicaConfig:
-        fields: dict[str, Any] = {"dtype": "float32", "device": "cpu", "block_size": 4, "cpu_threads": 1}
-        fields["replica_id"] = "r"
-        return ReplicaConfig(model="m", source=str(source), **fields | options)
-
-    return make
-
-
-@pytest.fixture(scope="session")
-def load_ranks(replica_config: Callable[..., ReplicaConfig]) -> Callable[..., list[list[LoadedModel]]]:
+def load_ranks() -> Callable[..., list[list[LoadedModel]]]:
     """Every rank's part of a model, by stage and tp rank. Loaded sequentially: loading needs no communication."""
 
     def make(
@@ -162,16 +139,14 @@ def check_oracle(plain_model: Callable[[object], Any]) -> Callable[..., None]:
 
 
 @pytest.fixture(scope="session")
-def fork_server(families: dict[str, dict[str, Any]]) -> Iterator[ForkServer]:
-    made = ForkServer({options.get("model_type", name) for name, options in families.items()})
+def fork_server() -> Iterator[ForkServer]:
+    made = ForkServer({options.get("model_type", name) for name, options in FAMILIES.items()})
     yield made
     made.close()
 
 
 @pytest.fixture
-def process_replica(
-    fork_server: ForkServer, replica_config: Callable[..., ReplicaConfig]
-) -> Callable[..., contextlib.AbstractContextManager[ProcessReplica]]:
+def process_replica(fork_server: ForkServer) -> Callable[..., contextlib.AbstractContextManager[ProcessReplica]]:
     """A context: a replica of tp × pp processes, which must stop in an orderly way."""
 
     @contextlib.contextmanager
@@ -186,9 +161,7 @@ def process_replica(
 
 
 @pytest.fixture
-def rank_group(
-    fork_server: ForkServer, save_tiny: Callable[..., Path], replica_config: Callable[..., ReplicaConfig]
-) -> Iterator[Callable[..., RankGroup]]:
+def rank_group(fork_server: ForkServer, save_tiny: Callable[..., Path]) -> Iterator[Callable[..., RankGroup]]:
     """Makes groups of a tiny llama, or another model; remaining processes are killed in the end."""
     made: list[RankGroup] = []
 
@@ -210,9 +183,7 @@ def router_client() -> Iterator[RouterClient]:
 
 
 @pytest.fixture(scope="session")
-def on_one_rank(
-    save_tiny: Callable[..., Path], replica_config: Callable[..., ReplicaConfig]
-) -> Callable[[Sequence[Prompt]], list[Completion]]:
+def on_one_rank(save_tiny: Callable[..., Path]) -> Callable[[Sequence[Prompt]], list[Completion]]:
     """A new replica of one rank with enough memory for all requests."""
 
     def run(work: Sequence[Prompt]) -> list[Completion]:
@@ -233,7 +204,7 @@ def split_replica(save_tiny: Callable[..., Path], process_replica: Callable[...,
 
 
 @pytest.fixture(scope="session")
-def guided_expected(save_tiny: Callable[..., Path], replica_config: Callable[..., ReplicaConfig]) -> list[Any]:
+def guided_expected(save_tiny: Callable[..., Path]) -> list[Any]:
     """The outcome of `guided_workload(16)` on one rank."""
     config = replica_config(save_tiny("llama"), **SMALL)
     found = outcome(OfflineEngine(config).generate(guided_workload(16)))

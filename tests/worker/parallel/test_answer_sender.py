@@ -111,9 +111,3 @@ def test_tokens_that_are_read_after_a_loss_are_not_sent(device: SlowDevice) -> N
     device.done.set()
     sender.join()
     assert [type(error) for error in failures] == [RankLostError] and channel.sent == []
-
-
-def test_a_sender_that_was_not_started_is_stopped(device: SlowDevice) -> None:
-    sender = AnswerSender(FakeChannel(), device, lambda: None, lambda error: None)  # type: ignore[arg-type]
-    sender.stop()
-    sender.join()

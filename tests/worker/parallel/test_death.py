@@ -99,16 +99,6 @@ def test_a_rank_killed_while_it_loads(
     check_times(signal_rank(group, rank, signal.SIGKILL), record_testsuite_property)
 
 
-@pytest.mark.parametrize(("tp", "pp", "rank"), [(2, 1, 1), (2, 2, 3)])
-def test_a_rank_killed_in_warm_up(
-    tp: int, pp: int, rank: int, rank_group: Make, record_testsuite_property: Record
-) -> None:
-    group = rank_group(tp, pp)
-    group.start(holds={0: "warming up"})
-    group.reach(0, "warming up")
-    check_times(signal_rank(group, rank, signal.SIGKILL), record_testsuite_property)
-
-
 def test_a_rank_killed_while_others_have_not_joined(rank_group: Make, record_testsuite_property: Record) -> None:
     group = rank_group(2, 2)
     group.start(absent=[3])
@@ -138,14 +128,6 @@ def test_tokens_that_cannot_be_read_on_the_rank_that_samples(rank_group: Make) -
         said = group.fork_server.ended(pid, 20)
         assert f"rank 1 (process {group.pids[1]}) failed: FloatingPointError in a step" in said
         group.fork_server.wait_for(pid, "exited", SECONDS)
-
-
-def test_an_exception_in_rank_0s_step(rank_group: Make) -> None:
-    group = rank_group(2, 1)
-    group.start(busy=True, fault=20)
-    for pid in group.pids:
-        said = group.fork_server.ended(pid, 20)
-        assert f"rank 0 (process {group.pids[0]}) failed: FloatingPointError in a step" in said
 
 
 def test_a_rank_that_leaves_before_the_others(rank_group: Make) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from support.ranks.prompts import prompts
+from support.ranks.workloads import prompts
 from support.worker.recording_device import RECORDING, RecordingDevice
 
 SHAPES = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 2)]

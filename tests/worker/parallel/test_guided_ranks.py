@@ -6,15 +6,7 @@ from typing import Any
 
 import pytest
 
-from support.ranks.guided_workload import guided_workload, outcome
-
-
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (2, 2)])
-def test_between_threads(
-    tp: int, pp: int, save_tiny: Callable[..., Path], sharded: Callable[..., Any], guided_expected: list[Any]
-) -> None:
-    replica = sharded(save_tiny("llama"), tp, pp)
-    assert outcome(replica.offline.generate(guided_workload(16))) == guided_expected
+from support.ranks.workloads import guided_workload, outcome
 
 
 @pytest.mark.parametrize(
@@ -41,22 +33,3 @@ def test_between_processes(
             outcome(replica.offline.generate(guided_workload(16), after_step=engine.scheduler.check)) == guided_expected
         )
         assert engine.scheduler.counters.preemptions > 0
-
-
-def test_failed_sampling_leaves_the_ranks_synchronized(
-    save_tiny: Callable[..., Path], process_replica: Callable[..., Any], guided_expected: list[Any]
-) -> None:
-    with process_replica(save_tiny("llama"), 2, 1) as replica:
-        sampler = replica.offline.assembly.runner.sampler
-        sample, calls = sampler.sample, 0
-
-        def faulty(*arguments: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls in (4, 20):
-                raise ArithmeticError
-            return sample(*arguments)
-
-        sampler.sample = faulty
-        assert outcome(replica.offline.generate(guided_workload(16))) == guided_expected
-        assert calls > 20

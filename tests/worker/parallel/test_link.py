@@ -1,4 +1,4 @@
-"""Links: frames in pieces, closed connections, malformed data."""
+"""Links between ranks: frames in pieces, closed connections, and the entries that every rank receives over them."""
 
 import socket
 import struct
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from headrace_worker.comm.link import MAX_PAYLOAD, FrameKind, Link
+from headrace_worker.comm.shared_entries import SharedEntries
 
 Pair = tuple[Link, Link]
 
@@ -49,39 +50,6 @@ def test_a_frame_may_arrive_in_pieces(pair: Pair) -> None:
         assert received == ([(FrameKind.FAILED, b"sorry")] if index == len(frame) - 1 else [])
 
 
-def test_a_large_frame_arrives(pair: Pair) -> None:
-    near, far = pair
-    near.send(FrameKind.ENTRY, b"x" * 200_000)
-    received: list[tuple[FrameKind, bytes]] = []
-    while not received:
-        received = far.read()
-    assert received == [(FrameKind.ENTRY, b"x" * 200_000)]
-
-
-def test_a_long_text_is_truncated(pair: Pair) -> None:
-    near, far = pair
-    near.send_text(FrameKind.FAILED, "ü" * 100_000)
-    received: list[tuple[FrameKind, bytes]] = []
-    while not received:
-        received = far.read()
-    assert received == [(FrameKind.FAILED, ("ü" * 2000).encode())]
-
-
-GARBAGE = {
-    "another protocol": b"GET / HTTP/1.1\r\n\r\n" + bytes(100),
-    "a huge length": struct.pack("!cI", b"a", MAX_PAYLOAD + 1),
-    "an unknown kind": struct.pack("!cI", b"?", 0),
-}
-
-
-@pytest.mark.parametrize("garbage", GARBAGE.values(), ids=list(GARBAGE))
-def test_a_malformed_frame_ends_the_link(pair: Pair, garbage: bytes) -> None:
-    near, far = pair
-    near.socket.sendall(garbage)
-    with pytest.raises(ConnectionError):
-        far.read()
-
-
 def test_a_closed_link_is_an_error_on_read_but_not_on_send(pair: Pair) -> None:
     near, far = pair
     near.close()
@@ -102,5 +70,71 @@ def test_nothing_follows_a_frame_that_was_sent_in_part(pair: Pair) -> None:
     assert far.read() == []
 
 
-def test_read_without_data_returns_no_frames(pair: Pair) -> None:
-    assert pair[0].read() == []
+class Ranks:
+    """Rank 0 and others, whose links are read on request."""
+
+    def __init__(self) -> None:
+        self.entries = [SharedEntries()]
+        self._links: list[tuple[SharedEntries, Link]] = []
+
+    def add(self) -> SharedEntries:
+        """One more rank."""
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            near = socket.create_connection(listener.getsockname())
+            far, _ = listener.accept()
+        own = SharedEntries()
+        to_rank_0 = Link(near, 0, 10)
+        from_rank_0 = Link(far, len(self.entries), 11)
+        own.attach(to_rank_0)
+        self.entries[0].attach(from_rank_0)
+        self._links += [(own, to_rank_0), (self.entries[0], from_rank_0)]
+        self.entries.append(own)
+        return own
+
+    def deliver(self) -> None:
+        """Until nothing is on the way."""
+        quiet = False
+        while not quiet:
+            quiet = True
+            for entries, link in self._links:
+                for kind, payload in link.read():
+                    assert kind is FrameKind.ENTRY
+                    entries.receive(link, payload)
+                    quiet = False
+
+    def close(self) -> None:
+        for _, link in self._links:
+            link.close()
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    made = Ranks()
+    yield made
+    made.close()
+
+
+def test_every_rank_receives_an_entry_of_any(ranks: Ranks) -> None:
+    first, second = ranks.add(), ranks.add()
+    first.publish("a", b"1")
+    ranks.entries[0].publish("b", b"2")
+    second.publish("c", bytes(range(256)))
+    ranks.deliver()
+    for entries in ranks.entries:
+        assert [entries.find(key) for key in "abc"] == [b"1", b"2", bytes(range(256))]
+
+
+def test_a_rank_that_joins_later_receives_the_entries_so_far(ranks: Ranks) -> None:
+    ranks.add().publish("a", b"1")
+    ranks.deliver()
+    late = ranks.add()
+    ranks.deliver()
+    assert late.wait("a", 0) == b"1"
+
+
+def test_a_discarded_entry_is_gone_on_this_rank_only(ranks: Ranks) -> None:
+    own = ranks.add()
+    own.publish("a", b"1")
+    ranks.deliver()
+    own.discard("a")
+    assert own.find("a") is None and ranks.entries[0].find("a") == b"1"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from support.ranks.families import FAMILIES, MOE
-from support.ranks.prompts import prompts
+from support.ranks.workloads import prompts
 
 SPLITS = ((2, 1), (4, 1), (1, 2), (2, 2), (4, 2))
 # In the fast tests: grouped heads, windows beside full attention, and experts with sinks. CI runs every family.

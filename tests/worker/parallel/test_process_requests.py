@@ -1,21 +1,19 @@
 """All options of a request have the same result over several ranks as on one; and the sizes that ranks report."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.core.engine import Engine
 from headrace_worker.core.plan import StepPlan
 from headrace_worker.core.request import Finish
-from headrace_worker.offline import Completion, OfflineEngine
-from support.ranks.small_replica import SMALL_POOL_BLOCKS
-from support.ranks.varied_prompts import same, varied_prompts
+from headrace_worker.offline import Completion
+from support.ranks.families import SMALL_POOL_BLOCKS
+from support.ranks.workloads import same, varied_prompts
 
 SPLITS = [(2, 1), (1, 2), (2, 2)]
-WIDE = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "tie_word_embeddings": False}
 
 
 class InFlight:
@@ -118,40 +116,13 @@ def test_failed_sampling_ends_no_other_request(
         assert calls > 9
 
 
-@pytest.fixture
-def facts(
-    save_tiny: Callable[..., Path], process_replica: Callable[..., Any]
-) -> Iterator[Callable[..., list[tuple[int, int, int]]]]:
-    """Weights, bytes of the cache and blocks of every rank of a replica, as reported by the ranks."""
-
-    def get(tp: int, pp: int, **changes: Any) -> list[tuple[int, int, int]]:
-        with process_replica(save_tiny("llama", **changes), tp, pp, kv_cache_memory=1 << 20) as replica:
-            assembly = replica.offline.assembly
-            first = (assembly.model.weight_bytes, assembly.size.num_bytes, assembly.size.num_blocks - 1)
-            reported = [replica.fork_server.facts(pid) for pid in replica.pids]
-            return [first, *((each["weight_bytes"], each["kv_bytes"], each["kv_blocks"]) for each in reported)]
-
-    yield get
-
-
-def test_two_ranks_hold_half_of_the_weights_and_twice_the_tokens(
-    facts: Callable[..., list[tuple[int, int, int]]],
-    replica_config: Callable[..., ReplicaConfig],
-    save_tiny: Callable[..., Path],
-) -> None:
-    changes = WIDE | {"num_key_value_heads": 4}
-    config = replica_config(save_tiny("llama", **changes), kv_cache_memory=1 << 20, max_num_seqs=16, max_model_len=128)
-    whole = OfflineEngine(config).assembly
-    for weights, cache, blocks in facts(2, 1, **changes):
-        assert weights == pytest.approx(whole.model.weight_bytes / 2, rel=0.06)
-        assert cache == pytest.approx(1 << 20, rel=0.02)
-        assert blocks == pytest.approx(2 * whole.size.num_blocks, rel=0.02)
-
-
 def test_the_rank_with_the_least_memory_limits_the_number_of_blocks(
-    facts: Callable[..., list[tuple[int, int, int]]],
+    save_tiny: Callable[..., Path], process_replica: Callable[..., Any]
 ) -> None:
     """Three KV heads over two ranks: one has two of them, and needs twice the bytes for a block."""
-    (_, large, blocks), (_, small, others) = facts(2, 1, num_attention_heads=6, num_key_value_heads=3, hidden_size=48)
-    assert blocks == others
-    assert large == 2 * small and large == pytest.approx(1 << 20, rel=0.02)
+    folder = save_tiny("llama", num_attention_heads=6, num_key_value_heads=3, hidden_size=48)
+    with process_replica(folder, 2, 1, kv_cache_memory=1 << 20) as replica:
+        size = replica.offline.assembly.size
+        other = replica.fork_server.facts(replica.pids[0])
+    assert other["kv_blocks"] == size.num_blocks - 1
+    assert size.num_bytes == 2 * other["kv_bytes"] == pytest.approx(1 << 20, rel=0.02)

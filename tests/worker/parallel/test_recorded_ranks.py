@@ -2,7 +2,6 @@
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,17 +9,7 @@ from typing import Any
 
 import pytest
 
-from headrace_worker.comm.errors import RankLostError
-from headrace_worker.comm.failure_detection import FailureDetector
-from headrace_worker.device.cpu import CpuDevice
-from headrace_worker.device.rank_device import RankDevice
-from headrace_worker.offline import Completion
-from headrace_worker.ranks.recording import CollectiveRecorder, RecordingFailedError
-from support.ranks.guided_workload import guided_workload, outcome
-from support.ranks.prompts import prompts
-from support.ranks.varied_prompts import same, varied_prompts
-from support.worker.recorders import CallingRecorder, FaultyRecorder
-from support.worker.recording_device import RecordingDevice
+from support.ranks.workloads import guided_workload, outcome, prompts
 
 SECONDS = 2.0
 CASES = [("llama", 2, False), ("llama", 4, False), ("gemma2", 2, False), ("qwen3_moe", 2, False), ("gpt_oss", 2, True)]
@@ -72,31 +61,6 @@ def test_guided_requests_prefix_hits_and_preemption(
         completions = replica.offline.generate(guided_workload(16), after_step=engine.scheduler.check)
         assert outcome(completions) == guided_expected
         assert engine.scheduler.counters.preemptions > 0
-    assert count_replays(replica.replays()) > 20
-
-
-def test_sampling_options_and_cancels_in_the_middle(
-    split_replica: Callable[..., Any], on_one_rank: Callable[..., list[Completion]]
-) -> None:
-    work = varied_prompts()
-    expected = on_one_rank(work)
-    with split_replica(2, 1, record={}) as replica:
-        engine, steps = replica.offline.assembly.engine, 0
-        same(replica.offline.generate(work, after_step=engine.scheduler.check), expected)
-
-        def disturb() -> None:
-            nonlocal steps
-            steps += 1
-            if steps in (3, 4, 9):
-                engine.cancel(next(iter(engine._requests)))
-            engine.scheduler.check()
-
-        completions = replica.offline.generate(work, after_step=disturb)
-        same(completions[3:], expected[3:])
-        for completion, whole in zip(completions[:3], expected[:3], strict=True):
-            assert completion.finish is None
-            assert completion.token_ids == whole.token_ids[: len(completion.token_ids)]
-        assert replica.offline.assembly.kv.pool.used == 0
     assert count_replays(replica.replays()) > 20
 
 
@@ -152,14 +116,6 @@ def test_tokens_of_replayed_stages(
     assert sum(count > 0 for count in decode) > 1 and sum(count > 0 for count in others) > 1
 
 
-def test_guided_requests_of_replayed_stages(
-    save_tiny: Callable[..., Path], process_replica: Callable[..., Any], guided_expected: list[Any]
-) -> None:
-    with process_replica(save_tiny("llama"), 1, 2, record={}) as replica:
-        assert outcome(replica.offline.generate(guided_workload(16))) == guided_expected
-    assert count_replays(replica.replays()) > 20
-
-
 @pytest.mark.parametrize(("rank", "number"), [(0, 2), (1, 1), (1, 8)])
 def test_a_failed_warm_up_run_ends_the_replica(rank: int, number: int, rank_group: Callable[..., Any]) -> None:
     """The others wait in a sum that never completes; all end, and name the rank, the error's type and the remedy."""
@@ -203,71 +159,3 @@ def test_a_rank_without_memory_for_the_buffers_of_recordings(
         mixed = prompts(6)
         check_oracle(folder, mixed, replica.run(mixed, 6))
     assert replica.replays() == [[], []]
-
-
-class FakeAllGather:
-    """Replaces the all-gather of a rank whose peers have the values `others`, or never join."""
-
-    def __init__(self, detector: FailureDetector, others: list[str] | None) -> None:
-        self._detector, self._others = detector, others
-
-    def gather(self, value: str) -> list[str]:
-        if self._others is not None:
-            return [value, *self._others]
-        lost = threading.Event()
-        self._detector.on_loss(lambda failure: lost.set())
-        assert lost.wait(10), "it waits forever"
-        self._detector.check()
-        raise AssertionError
-
-
-def collective(
-    recorder: CallingRecorder, others: list[str] | None, detector: FailureDetector, device: RankDevice | None = None
-) -> CollectiveRecorder:
-    all_gather: Any = FakeAllGather(detector, others)
-    return CollectiveRecorder(recorder, all_gather, detector, device or CpuDevice(), timeout=0.2)
-
-
-def test_a_rank_that_fails_alone_does_not_wait_forever() -> None:
-    """NCCL may wait for every rank before it records a sum: the failed one may block the others."""
-    detector = FailureDetector(0)
-    with pytest.raises(RankLostError, match="could not record a step, and the others did not"):
-        collective(FaultyRecorder("record", 1), None, detector).record(lambda: None)
-
-
-def test_a_sum_that_cannot_be_recorded_is_not_a_lost_rank() -> None:
-    """Groups report every error as a broken connection; a rank is lost only if the detector reports it."""
-
-    class Unrecordable(CallingRecorder):
-        def record(self, step: Callable[[], None]) -> Callable[[], None]:
-            raise RankLostError("the connection between the ranks broke: RuntimeError") from RuntimeError("capturing")
-
-    detector = FailureDetector(0)
-    with pytest.raises(RecordingFailedError, match=r"rank 0 could not record a step \(RuntimeError\)"):
-        collective(Unrecordable(), [""], detector).record(lambda: None)
-    assert detector.failure is None
-    detector.fail("it ran out of memory")
-    with pytest.raises(RankLostError, match="ran out of memory"):
-        collective(Unrecordable(), [""], detector).record(lambda: None)
-
-
-@pytest.mark.parametrize("at", ["warm_up", "record"])
-def test_an_error_that_ends_the_device_is_not_blamed_on_the_model(at: str) -> None:
-    """Without recordings the rank would serve on a device on which nothing can be computed."""
-    device = RecordingDevice()
-    device.lost = ArithmeticError
-    detector = FailureDetector(0)
-    recorder = collective(FaultyRecorder(at, 1), [""], detector, device)
-    with pytest.raises(RankLostError, match=r"rank 0 .* failed: cpu is in error \(ArithmeticError: a secret detail\)"):
-        getattr(recorder, at)(lambda: None)
-    assert "--cuda-graphs" not in str(detector.failure)
-
-
-def test_a_step_is_replayed_only_if_every_rank_recorded_it() -> None:
-    detector, called = FailureDetector(0), []
-    replay = collective(CallingRecorder(), ["", ""], detector).record(lambda: called.append(1))
-    assert called == []
-    replay()
-    assert called == [1]
-    with pytest.raises(RecordingFailedError, match=r"rank 2 could not record a step \(MemoryError\)"):
-        collective(CallingRecorder(), ["", "MemoryError"], detector).record(lambda: None)

@@ -102,16 +102,6 @@ def test_tokens_are_dropped(stages: int) -> None:
     assert [(output.token_ids, output.finish) for output in found] == [([], Finish.CANCELLED)]
 
 
-@pytest.mark.parametrize("stages", [1, 2])
-def test_the_runner_is_broken(stages: int) -> None:
-    detector, aborted = FailureDetector(0), threading.Event()
-    detector.on_loss(lambda failure: aborted.set())
-    runner, ticket = runner_of(detector, stages, aborted)
-    threading.Timer(0.1, lambda: detector.fail("a step hangs")).start()
-    with pytest.raises(RunnerBrokenError, match="a step hangs"):
-        runner.collect(ticket)
-
-
 def test_tokens_of_a_defective_device_are_dropped() -> None:
     """Of a single rank, whose step ends although the driver has reported the device meanwhile."""
     loops: list[EngineLoop] = []

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from headrace_proto.role import Role, UnknownRoleError
-from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.replica import Replica
 from support.members import MEMBER
+from support.worker.tiny_models import replica_config
 
 
 @pytest.fixture
-def replica(replica_config: Callable[..., ReplicaConfig]) -> Iterator[Callable[..., tuple[Replica, str]]]:
+def replica() -> Iterator[Callable[..., tuple[Replica, str]]]:
     """replica(folder, role): one in this process, and its address."""
     made: list[Replica] = []
 

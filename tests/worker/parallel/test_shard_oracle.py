@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from support.ranks.families import FAMILIES
-from support.ranks.prompts import prompts
+from support.ranks.workloads import prompts
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from headrace_proto.errors import ModelLoadError, ModelUnsupportedError
@@ -64,26 +63,3 @@ def test_a_missing_expert_is_named(
     save_file({name: tensor for name, tensor in tensors.items() if name != removed}, tmp_path / "model.safetensors")
     with pytest.raises(ModelLoadError, match=r"lacks experts of 'model\.layers\.1\.mlp\.experts"):
         load_ranks(tmp_path, 2, 1)
-
-
-def test_other_sizes_than_those_of_the_context_are_refused(
-    save_tiny: Callable[..., Path], replica_config: Callable[..., Any]
-) -> None:
-    from headrace_worker.model.load import load
-
-    with pytest.raises(ModelUnsupportedError, match="tp 2 × pp 1"):
-        load(replica_config(save_tiny("llama"), tp=2))
-
-
-def test_a_wrong_shape_is_detected_by_a_rank_that_does_not_hold_the_tensor(
-    save_tiny: Callable[..., Path], load_ranks: Callable[..., Any], tmp_path: Path
-) -> None:
-    folder = save_tiny("llama")
-    for file in folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    path = tmp_path / "model.safetensors"
-    tensors = load_file(path)
-    name = "model.layers.2.mlp.up_proj.weight"
-    save_file({**tensors, name: torch.zeros(95, 48)}, path)
-    with pytest.raises(ModelLoadError, match=r"'model\.layers\.2\.mlp\.up_proj\.weight' has shape \[95, 48\]"):
-        load_ranks(tmp_path, 1, 2)

@@ -13,9 +13,7 @@ from headrace_worker.model.gguf_file import GgufFile
 from headrace_worker.model.sharding.cuts import Cut
 from headrace_worker.model.source import resolve
 from headrace_worker.model.surgery import SurgeryPlan
-from headrace_worker.model.surgery.layers import FusedLayer
-from headrace_worker.model.surgery.self_attention import FusedAttention
-from headrace_worker.model.weights import SafetensorsWeights, cut_tensor
+from headrace_worker.model.weights import cut_tensor
 
 WIDE = {"hidden_size": 128, "intermediate_size": 512, "vocab_size": 512, "num_hidden_layers": 4}
 
@@ -85,25 +83,6 @@ def test_parts_of_gguf_tensors_are_parts_of_the_whole() -> None:
         f"{layer}input_layernorm.weight": (Cut(0, ((1, 5),)),),
     }.items():
         assert torch.equal(weights.read(name, cuts), cut_tensor(weights.read(name), cuts)), name
-
-
-def test_parts_of_safetensors_are_parts_of_the_whole(save_tiny: Callable[..., Path]) -> None:
-    weights = SafetensorsWeights(save_tiny("llama").glob("*.safetensors"))
-    cuts = (Cut(0, ((1, 4), (8, 9))), Cut(1, ((5, 47),)))
-    name = "model.layers.0.mlp.up_proj.weight"
-    part = weights.read(name, cuts)
-    assert weights.read_bytes == part.nbytes == 4 * 42 * 4
-    assert torch.equal(part, cut_tensor(weights.read(name), cuts))
-
-
-def test_surgery_works_on_shards(save_tiny: Callable[..., Path], load_ranks: Callable[..., Any]) -> None:
-    folder = save_tiny("llama")
-    for stage in load_ranks(folder, 2, 2):
-        for rank in stage:
-            own = [module for module in rank.module.modules() if isinstance(module, FusedAttention)]
-            fused = [module for module in rank.module.modules() if isinstance(module, FusedLayer)]
-            assert len(own) == len(fused) == len(rank.layout.groups[0].layers)
-            assert {(module.heads, module.kv_heads) for module in own} == {(2, 1)}
 
 
 def test_a_stage_boundary_costs_two_reductions_a_layer(

@@ -19,16 +19,6 @@ def test_the_picture_in_the_docstring() -> None:
 
 
 @pytest.mark.parametrize(("tp", "pp"), SHAPES)
-def test_stages_are_a_partition_and_one_rank_samples(tp: int, pp: int) -> None:
-    all_ranks = ranks(tp, pp)
-    assert [peer for one in all_ranks if one.place == 0 for peer in one.peers] == list(range(tp * pp))
-    assert all(one.rank == one.peers[one.place] for one in all_ranks)
-    assert [one.rank for one in all_ranks if one.samples] == [all_ranks[0].sampler]
-    assert all(one.is_last_stage for one in all_ranks if one.samples)
-    assert (all_ranks[0].samples) == (pp == 1)
-
-
-@pytest.mark.parametrize(("tp", "pp"), SHAPES)
 def test_hidden_states_go_to_the_same_place_of_the_next_stage(tp: int, pp: int) -> None:
     all_ranks = ranks(tp, pp)
     for one in all_ranks:
@@ -36,9 +26,3 @@ def test_hidden_states_go_to_the_same_place_of_the_next_stage(tp: int, pp: int) 
             after = all_ranks[one.after]
             assert (after.stage, after.place, after.before) == (one.stage + 1, one.place, one.rank)
     assert [one.is_first_stage for one in all_ranks] == [True] * tp + [False] * (tp * (pp - 1))
-
-
-@pytest.mark.parametrize("rank", [-1, 4, 100])
-def test_a_rank_outside_is_refused(rank: int) -> None:
-    with pytest.raises(ValueError, match=f"rank {rank} is not one of 2 × 2"):
-        Topology(2, 2, rank)

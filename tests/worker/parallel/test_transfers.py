@@ -120,26 +120,7 @@ def test_blocks_of_steps_that_are_replayed(
     wait_until_idle(from_source, from_target)
 
 
-def test_a_target_computes_blocks_that_a_dead_source_does_not_send(
-    pair: Callable[..., Any], save_tiny: Callable[..., Path], check_oracle: Callable[..., None]
-) -> None:
-    folder = save_tiny("llama")
-    (prefill, _), (_, from_target) = pair((2, 1), (2, 1), folder)
-    address = prefill.address
-    warm = prompts(1, seed=3)
-    check_oracle(folder, warm, [from_target.submit(warm[0], 4, address).wait()])
-    some = prompts(8, seed=4)
-    sent = [from_target.submit(prompt, 8, address) for prompt in some]
-    os.kill(prefill.pids[1], signal.SIGKILL)
-    check_oracle(folder, some, [one.wait() for one in sent])
-    again = prompts(2, seed=5)
-    check_oracle(folder, again, [from_target.submit(prompt, 4, address).wait() for prompt in again])
-    wait_until_idle(from_target)
-
-
-@pytest.mark.parametrize("repeats", [4])
 def test_sources_killed_in_the_middle(
-    repeats: int,
     rank_group: Callable[..., Any],
     router_client: Any,
     save_tiny: Callable[..., Path],
@@ -151,8 +132,8 @@ def test_sources_killed_in_the_middle(
     target.start()
     target.ready()
     stream = router_client.connect(target.address)
-    draw = random.Random(repeats)
-    for number in range(repeats):
+    draw = random.Random(4)
+    for number in range(4):
         source = rank_group(1, 1, folder, replica_id=f"p{number}")
         source.start()
         source.ready()

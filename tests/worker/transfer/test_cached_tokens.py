@@ -9,9 +9,9 @@ import pytest
 from headrace_proto import replica_pb2 as pb
 from headrace_worker.core.config import Rendezvous
 from headrace_worker.core.plan import RowSampling, StepPlan
-from headrace_worker.core.request import Fetched
 from headrace_worker.core.transfer.orders import OpenPair, Order, Receive, Received, Send
 from headrace_worker.server.transfer_convert import source_frame, target_frame, to_source_message, to_target_message
+from support.worker.engine_bench import make_bench
 
 PROMPT = 30  # tokens; blocks have 4, and the last token is always computed: 28 can be cached
 CACHEABLE = 28
@@ -80,7 +80,7 @@ class Pair:
 
 
 @pytest.fixture
-def pair(make_bench: Callable[..., Any]) -> Pair:
+def pair() -> Pair:
     return Pair(make_bench)
 
 
@@ -122,22 +122,6 @@ def test_local_and_remote_hits_add_up_and_none_counts_twice(pair: Pair) -> None:
     assert pair.target.scheduler.counters.prefix_hits - before == 8
 
 
-def test_a_source_that_does_not_report_its_hits_has_none(pair: Pair) -> None:
-    """One of an older version: the field is absent from its offers."""
-    pair.source.run([pair.source.request(_prompt(4))])
-    pair.change_offer = lambda offer: offer.ClearField("cached")
-    assert pair.answer(_prompt(4)).cached_tokens == 0
-
-
-def test_a_source_that_reports_more_hits_than_blocks_is_disconnected(pair: Pair) -> None:
-    def add_one(offer: pb.FetchOffer) -> None:
-        offer.cached = offer.stop - offer.first + 1
-
-    pair.change_offer = add_one
-    assert pair.answer(_prompt(5)).cached_tokens == 0
-    assert pair.target.engine.exchange.fetcher.counters.failed == 1
-
-
 def test_a_prompt_is_counted_once(pair: Pair) -> None:
     """Not at the replica that only computes it, nor for a second choice, nor after a migration."""
     prompt, counters = _prompt(6), pair.target.scheduler.counters
@@ -148,10 +132,3 @@ def test_a_prompt_is_counted_once(pair: Pair) -> None:
     assert counters.prompt_tokens == PROMPT
     pair.answer(prompt)
     assert counters.prompt_tokens == 2 * PROMPT
-
-
-def test_positions_of_a_fetch() -> None:
-    fetched = Fetched(8, 24, cached=4)
-    assert [fetched.local_hit(hit) for hit in (0, 8, 12, 24, 28)] == [0, 8, 8, 8, 12]
-    assert [fetched.cached_hit(hit) for hit in (0, 8, 12, 16, 24, 28)] == [0, 8, 12, 12, 12, 16]
-    assert Fetched().local_hit(12) == Fetched().cached_hit(12) == 12

@@ -13,12 +13,11 @@ from torch import Tensor
 from headrace_worker.comm.errors import RankLostError
 from headrace_worker.comm.group import Sending
 from headrace_worker.core.config import Rendezvous
-from headrace_worker.core.transfer.orders import OpenPair, PairFailed, Receive, Received, Send, Sent, TransferReport
+from headrace_worker.core.transfer.orders import OpenPair, PairFailed, Receive, Received, Send, TransferReport
 from headrace_worker.core.transfer.shards import KvShards, RankShard, plan_routes
 from headrace_worker.device.cpu import CpuDevice
 from headrace_worker.device.rank_device import RankDevice
 from headrace_worker.kv_transfer import peer_connection as module
-from headrace_worker.kv_transfer.chunk_bytes import PieceMac, Trailer
 from headrace_worker.kv_transfer.peer_connection import PeerConnection
 from headrace_worker.model.attention import LayerCache
 from support.worker.recording_device import RecordingDevice
@@ -161,24 +160,6 @@ def test_the_step_thread_does_not_wait_for_copies_to_and_from_the_host(
     target.close()
 
 
-def test_the_time_to_send_has_no_wait_for_layers(
-    make: Callable[..., tuple[PeerConnection, Tensor, list[TransferReport]]],
-) -> None:
-    class Gate:
-        def wait(self, layer: int) -> None:
-            time.sleep(0.2)
-
-    source, _, sent = make(True)
-    target, _, _ = make(False)
-    source.enqueue(Send(1, 7, 0, ((3, 5),)), Gate())
-    target.enqueue(Receive(1, 7, 0, (2,), ((6, 2),)), None)
-    _wait(sent, 1)
-    assert isinstance(sent[0], Sent) and (sent[0].rank, sent[0].pair, sent[0].blocks) == (0, 1, 2)
-    assert 0 < sent[0].seconds < 0.2
-    source.close()
-    target.close()
-
-
 @pytest.mark.parametrize("gated", [False, True])
 def test_nothing_is_sent_that_was_computed_while_a_rank_was_lost(
     gated: bool, make: Callable[..., tuple[PeerConnection, Tensor, list[TransferReport]]]
@@ -237,21 +218,3 @@ def test_an_unexpected_chunk_ends_the_pair(
     assert isinstance(reports[1], PairFailed) and "another chunk" in reports[1].error
     source.close()
     target.close()
-
-
-def test_a_changed_byte_or_another_key_is_detected() -> None:
-    """An unauthenticated peer on the network can compute any checksum, and no MAC."""
-    key = bytes(32)
-    piece = torch.arange(64, dtype=torch.uint8)
-    sent = PieceMac(key)
-    sent.add(piece)
-    trailer = Trailer.decode(sent.trailer(7, 0, complete=True).encode())
-    for other_key, other_piece, fetch, matches in (
-        (key, piece, 7, True),
-        (key, piece + 1, 7, False),
-        (bytes([1]) * 32, piece, 7, False),
-        (key, piece, 8, False),
-    ):
-        received = PieceMac(other_key)
-        received.add(other_piece)
-        assert trailer.equals(received.trailer(fetch, 0, complete=True)) is matches

@@ -8,25 +8,16 @@ from typing import Any
 import grpc
 import pytest
 
-from headrace_proto import CONTRACT_VERSION
 from headrace_proto import replica_pb2 as pb
-from headrace_proto.channel_options import NO_PROXY
-from headrace_proto.replica_pb2_grpc import ReplicaServicer, ReplicaStub, add_ReplicaServicer_to_server
+from headrace_proto.replica_pb2_grpc import ReplicaServicer, add_ReplicaServicer_to_server
 from headrace_worker.core.config import Rendezvous
-from headrace_worker.core.transfer.messages import Cancel, FetchRequest, Refused, ToSource
+from headrace_worker.core.transfer.messages import Cancel, FetchRequest, ToSource
 from headrace_worker.core.transfer.shards import KvShards, RankShard
 from headrace_worker.server.transfer_client import TransferClient
 from headrace_worker.server.transfer_convert import shards_message
-from headrace_worker.server.transfer_service import MAX_UNSENT, TransferService
-from support.members import MEMBER, METADATA
+from support.members import MEMBER
 
 SHARDS = shards_message(KvShards(4, 8, "float32", (0,), (RankShard(((0,),), (0, 1)),)))
-HELLO = pb.TargetHello(
-    contract_version=CONTRACT_VERSION,
-    shards=SHARDS,
-    rendezvous=pb.PairRendezvous(host="127.0.0.1", port=9, token=b"t" * 32),
-)
-UNENCODABLE = FetchRequest(1, b"", "", [1, 2, 3, 4], 0, timeout=1e12)  # more milliseconds than fit into the frame
 
 
 class Source(ReplicaServicer):
@@ -40,17 +31,6 @@ class Source(ReplicaServicer):
             self.received.append(frame.WhichOneof("message"))
             if frame.HasField("hello"):
                 yield pb.SourceFrame(hello=pb.SourceHello(shards=SHARDS))
-
-
-class _Serving(ReplicaServicer):
-    """The source's side of transfers alone."""
-
-    def __init__(self, service: TransferService) -> None:
-        self._service = service
-
-    async def Transfer(self, request_iterator: Any, context: Any) -> AsyncIterator[pb.SourceFrame]:
-        async for frame in self._service.serve(request_iterator, context):
-            yield frame
 
 
 class FakePairRegistry:
@@ -113,15 +93,6 @@ def test_messages_arrive_on_one_stream() -> None:
     assert events == ["opened"] and received == ["hello", "request", "cancel"]
 
 
-def test_a_message_that_cannot_be_encoded_ends_the_stream(capfd: pytest.CaptureFixture[str]) -> None:
-    """The step loop must be notified: a fetch whose request was never sent would wait in vain, and the source releases
-    the blocks of earlier fetches with the stream, not with their lease.
-    """
-    events, received = asyncio.run(conversation(UNENCODABLE))
-    assert events == ["opened", "lost", "opened"] and received == ["hello", "hello", "cancel"]
-    assert "kv_source_failed" in "".join(capfd.readouterr())
-
-
 def test_a_source_that_cannot_be_reached_is_forgotten_with_its_messages() -> None:
     async def run() -> None:
         pair_registry = FakePairRegistry()
@@ -134,44 +105,5 @@ def test_a_source_that_cannot_be_reached_is_forgotten_with_its_messages() -> Non
         client.send("127.0.0.1:9", Cancel(1))
         client.disconnect("127.0.0.1:9")
         assert not client._streams
-
-    asyncio.run(run())
-
-
-@pytest.mark.faults("ranks")  # hung once in grpc.aio beside other work
-@pytest.mark.parametrize("explicit", [False, True], ids=["too many messages", "disconnected"])
-def test_a_target_that_reads_nothing_is_disconnected(explicit: bool) -> None:
-    """The source's writer waits for the target, and takes no end marker from a queue."""
-
-    async def run() -> None:
-        pair_registry = FakePairRegistry()
-        service = TransferService(pair_registry, max_model_len=8, vocab_size=8)  # type: ignore[arg-type]
-        server = grpc.aio.server()
-        add_ReplicaServicer_to_server(_Serving(service), server)
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        async with MEMBER.channel(f"127.0.0.1:{port}", NO_PROXY) as channel:
-            stub: Any = ReplicaStub(channel)
-            call = stub.Transfer(metadata=METADATA)
-            await call.write(pb.TargetFrame(hello=HELLO))
-            assert (await call.read()).HasField("hello")
-            (name,) = service._streams
-            queue = service._streams[name].queue
-            for _ in range(MAX_UNSENT // 2):  # the connection's window takes some of them
-                service.send(name, Refused(1, "x" * 4096))
-                await asyncio.sleep(0)
-            assert queue.qsize(), "the writer waits for the target"
-            if explicit:
-                service.disconnect(name)
-            else:
-                for _ in range(MAX_UNSENT):
-                    service.send(name, Refused(1, "the source is full"))
-            assert not service._streams
-            await until(lambda: pair_registry.events == ["target opened", "target lost"])
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                while await call.read() is not grpc.aio.EOF:
-                    pass
-            assert caught.value.code() is grpc.StatusCode.ABORTED, "one that reads again connects again"
-        await server.stop(0)
 
     asyncio.run(run())
