@@ -141,25 +141,6 @@ def test_a_pause_and_eight_losses_in_two_minutes_end_nothing(
     assert serve.process.poll() is None
 
 
-def _all_connected(serve: Serve) -> bool:
-    return all(replica["connected"] for replica in serve.status()["replicas"])
-
-
-def test_a_replica_that_is_stopped_while_another_controller_adopts_is_not_ended(
-    serve: Serve, eventually: Callable[..., None]
-) -> None:
-    """Before, the new controller ended it, since its ranks did not reply."""
-    before, controller = _replicas(serve), _controller(serve)
-    os.kill(before[SECOND][2], signal.SIGSTOP)
-    try:
-        os.kill(controller, signal.SIGKILL)
-        eventually(lambda: _controller(serve) not in (0, controller), 60, "that another controller runs")
-    finally:
-        os.kill(before[SECOND][2], signal.SIGCONT)
-    eventually(lambda: _replicas(serve) == before, 10, "that the same replicas are ready")
-    eventually(lambda: _all_connected(serve), 60, "that the router is connected to both again")
-
-
 def test_adopted_replicas_are_watched(
     serve: Serve, undisturbed: list[list[int]], eventually: Callable[..., None]
 ) -> None:
@@ -172,19 +153,6 @@ def test_adopted_replicas_are_watched(
     assert not [outcome for outcome in outcomes if not outcome.complete]
     same_but_for_ties(BODIES, [outcome.token_ids for outcome in outcomes], undisturbed)
     assert _ready(serve, SECOND, 1)
-
-
-def test_controller_and_replica_at_once(serve: Serve, eventually: Callable[..., None]) -> None:
-    controller, (_, _, other) = _controller(serve), _replicas(serve)[FIRST]
-    victim = _replicas(serve)[SECOND][2]
-    os.kill(controller, signal.SIGKILL)  # first: else it may begin to build the replica again
-    os.kill(victim, signal.SIGKILL)
-    answer = httpx.post(f"{serve.url}/v1/completions", json=BODIES[0] | {"max_tokens": 4}, timeout=30)
-    assert answer.status_code == 200, "the router itself detects the lost replica"
-    eventually(lambda: _ready(serve, SECOND, 2), 120, "that the replica is rebuilt")
-    assert _controller(serve) not in (0, controller)
-    assert _replicas(serve)[FIRST] == ("ready", 2, other)
-    eventually(lambda: httpx.get(f"{serve.url}/health/ready").status_code == 200, 10)
 
 
 def test_changes_of_operators_outlive_the_controller(serve: Serve, eventually: Callable[..., None]) -> None:
