@@ -68,9 +68,10 @@ class World:
         self._count += 1
         heappush(self._heap, (self.now + delay, self._count, owner, action))
 
-    def log(self, sentence: str) -> None:
-        """Callers check `tracing` first, as most runs are not traced."""
-        print(f"{self.now:9.4f}  {sentence}")
+    def log(self, sentence: str, *values: object) -> None:
+        """Prints it with its values if the run is traced; most are not, and do not format it."""
+        if self.tracing:
+            print(f"{self.now:9.4f}  {sentence.format(*values) if values else sentence}")
 
     def fail(self, sentence: str) -> NoReturn:
         """An invariant does not hold. `run` raises it, too: code under test may have caught this exception."""
