@@ -9,10 +9,9 @@ from headrace_proto import control_pb2 as control
 from headrace_proto.channel_options import WATCH_REPLY_SECONDS
 from headrace_router.core.errors import ApiError
 from headrace_router.replicas.membership import FIRST_BACKOFF, LAST_BACKOFF, REPORT_SECONDS
-from support.simulation.network import Keepalive
 from support.simulation.sim_request import ClientRequest, SimRequest, State
 from support.simulation.sim_router import SimRouter
-from support.simulation.world import Fifo
+from support.simulation.world import Fifo, Keepalive
 
 if TYPE_CHECKING:
     from support.simulation.managed_cluster import ManagedCluster

@@ -20,12 +20,11 @@ from headrace_proto import control_pb2 as control
 from headrace_proto import replica_pb2 as pb
 from headrace_proto.channel_options import WATCH_REPLY_SECONDS
 from headrace_proto.errors import HeadraceError
-from support.simulation.network import Keepalive
 from support.simulation.sim_driver import SimDriver
 from support.simulation.sim_ray import SECRETS, SimRayError
 from support.simulation.sim_replica import SimReplica
 from support.simulation.virtual_loop import VirtualLoop
-from support.simulation.world import Fifo
+from support.simulation.world import Fifo, Keepalive
 
 if TYPE_CHECKING:
     from support.simulation.managed_cluster import ManagedCluster

@@ -9,10 +9,9 @@ from headrace_proto.channel_options import PAUSE_SECONDS
 from headrace_router.core.replica_state import ReplicaState
 from headrace_worker.core.request import Output
 from headrace_worker.server.convert import fill_delta, merge_output
-from support.simulation.network import Keepalive
 from support.simulation.sim_model import MAX_MODEL_LEN
 from support.simulation.sim_request import State
-from support.simulation.world import Fifo, InvariantViolation
+from support.simulation.world import Fifo, InvariantViolation, Keepalive
 
 if TYPE_CHECKING:
     from support.simulation.sim_replica import SimReplica
