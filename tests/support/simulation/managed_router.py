@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from support.simulation.managed_cluster import ManagedCluster
     from support.simulation.sim_controller import SimController
 
+PATIENCE = 60.0  # of production
+
 
 class ControlLink:
     """Reconnects until its router ends; meanwhile the last list stays in use."""
@@ -96,9 +98,6 @@ class ControlLink:
     def _cancel(self, controller: "SimController", watch: "asyncio.Task[None]") -> None:
         with controller.loop.entered():
             watch.cancel()
-
-
-PATIENCE = 60.0  # of production
 
 
 class ManagedRouter(SimRouter):

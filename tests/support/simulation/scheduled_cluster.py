@@ -13,6 +13,12 @@ from support.simulation.sim_request import ClientRequest
 from support.simulation.sim_router import SimRouter
 from support.simulation.world import World
 
+ROWS = 8
+STEP_SECONDS = 0.05
+PROMPT_TOKENS = 12
+ANSWER_TOKENS = 24
+CAPACITY = ROWS / STEP_SECONDS  # tokens per second of one replica
+
 
 class ScheduledCluster(Cluster):
     """Replicas are found by name: each has one build at a time."""
@@ -94,13 +100,6 @@ class ScheduledCluster(Cluster):
     def submit_now(self, request: ClientRequest) -> None:
         """One more request, now."""
         self.router.arrive(request)
-
-
-ROWS = 8
-STEP_SECONDS = 0.05
-PROMPT_TOKENS = 12
-ANSWER_TOKENS = 24
-CAPACITY = ROWS / STEP_SECONDS  # tokens per second of one replica
 
 
 class SteadyLoad(ScheduledCluster):

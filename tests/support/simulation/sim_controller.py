@@ -29,6 +29,8 @@ from support.simulation.world import Fifo, Keepalive
 if TYPE_CHECKING:
     from support.simulation.managed_cluster import ManagedCluster
 
+RECORD = "words"
+
 
 class HealthStream:
     """From its opening to its end."""
@@ -79,9 +81,6 @@ class HealthStream:
     def _end(self) -> None:
         with self._controller.loop.entered():
             self.ended.set()
-
-
-RECORD = "words"
 
 
 class SimController:

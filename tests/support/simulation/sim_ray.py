@@ -10,6 +10,9 @@ from headrace_worker.core.config import ReplicaConfig, ReplicaStarted
 from support.simulation.world import World
 
 SECRETS = (b"a fingerprint of the secret",)
+PROCESS_SECONDS = (0.1, 1.5)  # to create the process of a rank
+DETECT_SECONDS = (0.02, 1.0)  # until Ray reports the end of a process
+LOST_NODE_SECONDS = (5.0, 20.0)  # until Ray reports the loss of a node
 
 
 def address_of(build: ReplicaName) -> str:
@@ -102,11 +105,6 @@ class RankProcess:
         watchers, self._watchers = self._watchers, []
         for on_end in watchers:
             on_end()
-
-
-PROCESS_SECONDS = (0.1, 1.5)  # to create the process of a rank
-DETECT_SECONDS = (0.02, 1.0)  # until Ray reports the end of a process
-LOST_NODE_SECONDS = (5.0, 20.0)  # until Ray reports the loss of a node
 
 
 class SimRayError(Exception):

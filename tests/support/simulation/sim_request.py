@@ -19,6 +19,8 @@ from support.simulation.world import InvariantViolation
 if TYPE_CHECKING:
     from support.simulation.sim_router import SimRouter
 
+State = ReplicaState[str]  # of the one model, "m"; the card is its revision
+
 
 class Phase(Enum):
     """The phase of a request in which its client disconnects."""
@@ -64,9 +66,6 @@ class SimTimers:
         waiting = [call]
         self._router.world.at(seconds / self._router.rate, lambda: waiting and waiting.pop()(), self._router)
         return waiting.clear
-
-
-State = ReplicaState[str]  # of the one model, "m"; the card is its revision
 
 
 class SimRequest:

@@ -24,6 +24,8 @@ from support.simulation.shadow import INVALID, Cell, RankShadow
 from support.simulation.world import Fifo, InvariantViolation, Owner, World
 
 MAX_IN_FLIGHT = 2  # pieces between two ranks: a sender waits for its receiver
+JOIN_SECONDS = 10.0
+_WAIT, _PROGRESS = False, True
 
 
 @dataclass(slots=True)
@@ -156,10 +158,6 @@ class SimPairGroup:
 
             channel = self._channels[source, target] = _Channel(Fifo(self._world, None, arrive, self._held_until))
         return channel
-
-
-JOIN_SECONDS = 10.0
-_WAIT, _PROGRESS = False, True
 
 
 class ConnectionLost(Exception):
