@@ -164,7 +164,7 @@ def test_changes_of_operators_outlive_the_controller(serve: Serve, eventually: C
     found = {replica["id"]: (replica["state"], replica["role"]) for replica in serve.status()["replicas"]}
     assert found == {FIRST: ("ready", "decode"), SECOND: ("drained", "both")}
     assert serve.run("undrain", SECOND, *admin).returncode == 0
-    eventually(lambda: _ready(serve, SECOND, 3), 120, "that it is built again")
+    eventually(lambda: _ready(serve, SECOND, 2), 120, "that it is built again")
     assert _replicas(serve)[FIRST] == ("ready", 2, pid)
 
 
