@@ -64,7 +64,12 @@ class SimTimers:
 
     def after(self, seconds: float, call: Callable[[], None]) -> Callable[[], None]:
         waiting = [call]
-        self._router.world.at(seconds / self._router.rate, lambda: waiting and waiting.pop()(), self._router)
+
+        def fire() -> None:
+            for each in waiting:
+                each()
+
+        self._router.world.at(seconds / self._router.rate, fire, self._router)
         return waiting.clear
 
 
