@@ -12,7 +12,6 @@ FOR=${FOR:-3.12}
 LIMIT_MIB=40
 HERE=$(cd "$(dirname "$0")" && pwd)
 
-# tests/test_gpu_packages.py compares this list with what the sections import.
 PACKAGES="
 blake3 gguf grpcio llguidance msgspec nvidia-ml-py protobuf psutil structlog cryptography cffi pycparser
 pydantic pydantic-core annotated-types typing-inspection pytest iniconfig pluggy pytest-timeout pytest-xdist execnet

@@ -3,15 +3,12 @@
 import json
 import subprocess
 import sys
-import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gpu_bench import timeline
-from gpu_bench.models import MODELS
 from gpu_bench.roofline import Ceilings, Cost, ModelSizes
-from gpu_bench.section import Figure
 from gpu_bench.sections import SECTIONS
 
 COMMAND = [sys.executable, str(Path(__file__).parents[1] / "benchmarks" / "gpu.py")]
@@ -38,14 +35,6 @@ def test_a_section_runs_small_on_a_cpu(name: str, tmp_path: Path) -> None:
         assert figures[figure]["extra"][fact] == value
 
 
-def test_a_figure_is_printed_beside_its_roofline() -> None:
-    first = Figure("batch 1, greedy, limit 4096", 216.0, "tok/s", 270.0).row()
-    assert first.split()[-5:] == ["216", "tok/s", "roofline", "270", "(80%)"]
-    assert "(50%)" in Figure("a time", 2.0, "ms", 1.0).row()
-    wrong = Figure.check("a rule", False, found=3)
-    assert wrong.is_wrong and "WRONG" in wrong.row() and "found 3" in wrong.row()
-
-
 LLAMA = ModelSizes(
     read_bytes=15_009_857_536, weights=7_504_928_768, head_weights=128256 * 4096, kv_token_bytes=131072,
     attention_flop=4 * 4096 * 32,
@@ -63,48 +52,6 @@ def test_the_roofline_of_steps() -> None:
     assert ceilings.seconds(Cost(0.0, 79e12)) == pytest.approx(0.1)
     prompt = LLAMA.prefill(1024)
     assert prompt.flop == pytest.approx(2 * (7_504_928_768 - 525_336_576) * 1024, rel=0.05)
-
-
-def test_the_roofline_of_a_workload_is_that_of_its_steps() -> None:
-    lengths = [(3, 4), (10, 2)]
-    steps = LLAMA.decode([4.0]) + LLAMA.decode([5.0]) + LLAMA.decode([6.0]) + LLAMA.decode([11.0])
-    whole = LLAMA.workload(lengths)
-    assert whole.flop == steps.flop + LLAMA.prefill(3).flop + LLAMA.prefill(10).flop
-    # The weights once for each token of the longest output; each step's keys and values, and those of the prompts.
-    keys = steps.bytes - 4 * LLAMA.read_bytes + 13 * LLAMA.kv_token_bytes
-    assert whole.bytes == 4 * LLAMA.read_bytes + keys
-
-
-def test_the_sizes_of_a_model_leave_out_the_input_embedding(tmp_path: Path) -> None:
-    from gpu_bench.bench import Bench
-
-    tied = Bench("tiny", tmp_path, "cpu", kv_cache_memory=8 << 20)
-    sizes, config = tied.sizes, MODELS["tiny"]
-    head = config["vocab_size"] * config["hidden_size"]
-    assert sizes.read_bytes == tied.model.weight_bytes == 4 * sizes.weights
-    assert sizes.head_weights == head
-    assert sizes.kv_token_bytes == 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * 16 * 4
-    MODELS["untied"] = config | {"tie_word_embeddings": False}
-    try:
-        untied = Bench("untied", tmp_path, "cpu", kv_cache_memory=8 << 20)
-    finally:
-        del MODELS["untied"]
-    assert untied.model.weight_bytes == tied.model.weight_bytes + 4 * head
-    assert untied.sizes == sizes
-
-
-def test_a_closed_bench_frees_its_engine_and_cache(tmp_path: Path) -> None:
-    from gpu_bench.bench import SAMPLED, Bench
-
-    first = Bench("tiny", tmp_path, "cpu", kv_cache_memory=8 << 20)
-    _, done, facts = first.run([(20, 4), (3, 6)], SAMPLED)
-    assert [len(completion.token_ids) for completion in done] == [4, 6] and facts["steps"] > 5
-    assert first.decode_seconds(2, 16, 12) > 0
-    freed = weakref.ref(first.engine.assembly.runner)
-    loaded = first.close()
-    assert freed() is None, "the next engine gets its memory"
-    again = Bench("tiny", tmp_path, "cpu", loaded=loaded, kv_cache_memory=8 << 20)
-    assert again.model is loaded
 
 
 def test_the_gap_of_a_trace_is_the_time_without_any_event() -> None:

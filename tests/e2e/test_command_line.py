@@ -5,8 +5,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from support.e2e.headrace_process import Serve, headrace
 
 
@@ -82,16 +80,6 @@ def test_without_a_server_a_sentence_names_the_start_command(tmp_path: Path) -> 
         done = headrace(tmp_path / "home", *command)
         assert (done.returncode, done.stdout) == (1, ""), command
         assert "headrace serve" in done.stderr and len(done.stderr.splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [("nonsense",), ("serve", "--porf", "1"), ("serve", "--port", "many"), ("serve", "--port", "70000"), ("router",)],
-)
-def test_wrong_usage_exits_with_2(tmp_path: Path, arguments: tuple[str, ...]) -> None:
-    done = headrace(tmp_path / "home", *arguments)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "Traceback" not in done.stderr and done.stderr
 
 
 def test_the_admin_port_needs_its_key(server: Serve, tmp_path: Path) -> None:

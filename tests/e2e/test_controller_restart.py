@@ -13,8 +13,7 @@ import pytest
 from support.e2e.headrace_process import TWO_SMALL, Serve
 from support.e2e.metrics_page import Metrics
 from support.e2e.plain_model import same_but_for_ties
-from support.e2e.streams import Outcome, run_streams
-from support.integration.arrivals import Arrivals
+from support.e2e.streams import Outcome, run_streams, steady_streams
 
 FIRST, SECOND = "smollm2-0", "smollm2-1"
 TOKENS = 120
@@ -111,53 +110,31 @@ def test_streams_and_replicas_are_not_affected(
 def test_a_pause_and_eight_losses_in_two_minutes_end_nothing(
     serve: Serve, undisturbed: list[list[int]], eventually: Callable[..., None]
 ) -> None:
-    before, began = _replicas(serve), time.monotonic()
-    arrivals = Arrivals(serve.url, 1.0, 32, model="smollm2")
-    running, outcomes = _streaming(serve)
-    os.kill(_controller(serve), signal.SIGSTOP)
-    time.sleep(45)  # `serve` replaces a controller that does not answer
-    eventually(lambda: _replicas(serve) == before, 60, "that the same replicas are ready")
-    killed, back = time.monotonic(), list[float]()
-    for _ in range(8):
-        controller, lost_at = _controller(serve), time.monotonic()
-        os.kill(controller, signal.SIGKILL)
-        eventually(lambda lost=controller: _controller(serve) not in (0, lost), 90, "that another controller runs")
-        back.append(time.monotonic() - lost_at)
-    print(f"eight losses in {time.monotonic() - killed:.0f} s; the next controller after {max(back):.1f} s at most")
-    os.kill(serve.process.pid, signal.SIGSTOP)
-    late = httpx.post(f"{serve.url}/v1/completions", json=BODIES[0] | {"max_tokens": 4}, timeout=60)
-    assert late.status_code == 200, "a request without a supervisor"
-    time.sleep(5)
-    os.kill(serve.process.pid, signal.SIGCONT)
-    running.join(120)
-    assert [outcome.complete for outcome in outcomes] == [True] * len(BODIES)
-    same_but_for_ties(BODIES, [outcome.token_ids for outcome in outcomes], undisturbed)
-    answers = arrivals.stop()
-    failed = [answer for answer in answers if answer.status != 200]
-    print(f"{len(failed)} of {len(answers)} requests failed in {time.monotonic() - began:.0f} s")
-    assert not failed and len(answers) > 0.5 * (time.monotonic() - began)
+    before = _replicas(serve)
+    with steady_streams(serve.url, BODIES[:2]) as outcomes:
+        os.kill(_controller(serve), signal.SIGSTOP)
+        time.sleep(45)  # `serve` replaces a controller that does not answer
+        eventually(lambda: _replicas(serve) == before, 60, "that the same replicas are ready")
+        killed, back = time.monotonic(), list[float]()
+        for _ in range(8):
+            controller, lost_at = _controller(serve), time.monotonic()
+            os.kill(controller, signal.SIGKILL)
+            eventually(lambda lost=controller: _controller(serve) not in (0, lost), 90, "that another controller runs")
+            back.append(time.monotonic() - lost_at)
+        print(f"eight losses in {time.monotonic() - killed:.0f} s; the next controller after {max(back):.1f} s at most")
+        os.kill(serve.process.pid, signal.SIGSTOP)
+        late = httpx.post(f"{serve.url}/v1/completions", json=BODIES[0] | {"max_tokens": 4}, timeout=60)
+        assert late.status_code == 200, "a request without a supervisor"
+        time.sleep(5)
+        os.kill(serve.process.pid, signal.SIGCONT)
+    failed = [outcome for _, outcome in outcomes if not outcome.complete]
+    print(f"{len(failed)} of {len(outcomes)} streams failed")
+    assert not failed and len(outcomes) > 20
+    for index, outcome in outcomes:
+        same_but_for_ties([BODIES[index]], [outcome.token_ids], [undisturbed[index]])
     eventually(lambda: _replicas(serve) == before, 30, "that the same replicas are ready")
     eventually(lambda: serve.status()["problems"] == [], 90, "that no problem is left")
     assert serve.process.poll() is None
-
-
-def _all_connected(serve: Serve) -> bool:
-    return all(replica["connected"] for replica in serve.status()["replicas"])
-
-
-def test_a_replica_that_is_stopped_while_another_controller_adopts_is_not_ended(
-    serve: Serve, eventually: Callable[..., None]
-) -> None:
-    """Before, the new controller ended it, since its ranks did not reply."""
-    before, controller = _replicas(serve), _controller(serve)
-    os.kill(before[SECOND][2], signal.SIGSTOP)
-    try:
-        os.kill(controller, signal.SIGKILL)
-        eventually(lambda: _controller(serve) not in (0, controller), 60, "that another controller runs")
-    finally:
-        os.kill(before[SECOND][2], signal.SIGCONT)
-    eventually(lambda: _replicas(serve) == before, 10, "that the same replicas are ready")
-    eventually(lambda: _all_connected(serve), 60, "that the router is connected to both again")
 
 
 def test_adopted_replicas_are_watched(
@@ -174,19 +151,6 @@ def test_adopted_replicas_are_watched(
     assert _ready(serve, SECOND, 1)
 
 
-def test_controller_and_replica_at_once(serve: Serve, eventually: Callable[..., None]) -> None:
-    controller, (_, _, other) = _controller(serve), _replicas(serve)[FIRST]
-    victim = _replicas(serve)[SECOND][2]
-    os.kill(controller, signal.SIGKILL)  # first: else it may begin to build the replica again
-    os.kill(victim, signal.SIGKILL)
-    answer = httpx.post(f"{serve.url}/v1/completions", json=BODIES[0] | {"max_tokens": 4}, timeout=30)
-    assert answer.status_code == 200, "the router itself detects the lost replica"
-    eventually(lambda: _ready(serve, SECOND, 2), 120, "that the replica is rebuilt")
-    assert _controller(serve) not in (0, controller)
-    assert _replicas(serve)[FIRST] == ("ready", 2, other)
-    eventually(lambda: httpx.get(f"{serve.url}/health/ready").status_code == 200, 10)
-
-
 def test_changes_of_operators_outlive_the_controller(serve: Serve, eventually: Callable[..., None]) -> None:
     admin = ("--admin-port", str(serve.admin_port))
     done = serve.run("drain", SECOND, *admin)
@@ -200,7 +164,7 @@ def test_changes_of_operators_outlive_the_controller(serve: Serve, eventually: C
     found = {replica["id"]: (replica["state"], replica["role"]) for replica in serve.status()["replicas"]}
     assert found == {FIRST: ("ready", "decode"), SECOND: ("drained", "both")}
     assert serve.run("undrain", SECOND, *admin).returncode == 0
-    eventually(lambda: _ready(serve, SECOND, 3), 120, "that it is built again")
+    eventually(lambda: _ready(serve, SECOND, 2), 120, "that it is built again")
     assert _replicas(serve)[FIRST] == ("ready", 2, pid)
 
 

@@ -14,7 +14,7 @@ import pytest
 from ray.cluster_utils import Cluster
 
 from support.e2e.headrace_process import Joined, eventually
-from support.integration.arrivals import Arrivals
+from support.e2e.streams import steady_streams
 from support.integration.tiny_llama import save_tiny_llama
 
 LEFT, RIGHT = "127.0.0.2", "127.0.0.3"
@@ -160,13 +160,13 @@ def test_replicas_are_spread_and_a_node_that_ray_drains_is_left_in_time(join: An
         return [(entry["state"], [rank["node"] for rank in entry["ranks"]]) for entry in status["replicas"]]
 
     eventually(lambda: sorted(places()) == [("ready", [LEFT]), ("ready", [RIGHT])], START_SECONDS, "one on each node")
-    arrivals = Arrivals(serve.url, 4.0, 16, model="tiny")
-    nodes.drain(LEFT, 60)
-    eventually(lambda: places() == [("ready", [RIGHT])] * 2, 60, "that both are on the other node")
-    answers = arrivals.stop()
-    bad = [answer for answer in answers if answer.status != 200 or answer.tokens != 16]
-    print(f"{len(answers)} requests while a node was drained, {len(bad)} failed")
-    assert len(answers) > 20 and not bad, bad[:3]
+    body = {"model": "tiny", "prompt": PROMPT[:16], "max_tokens": 16, "ignore_eos": True}
+    with steady_streams(serve.url, [body] * 2) as outcomes:
+        nodes.drain(LEFT, 60)
+        eventually(lambda: places() == [("ready", [RIGHT])] * 2, 60, "that both are on the other node")
+    bad = [outcome for _, outcome in outcomes if not outcome.complete or len(outcome.token_ids) != 16]
+    print(f"{len(outcomes)} requests while a node was drained, {len(bad)} failed")
+    assert len(outcomes) > 20 and not bad, bad[:3]
 
 
 def test_the_same_command_takes_up_what_runs(join: Any, nodes: Nodes, expected: list[int]) -> None:

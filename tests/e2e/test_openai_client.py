@@ -1,13 +1,10 @@
 """The API with OpenAI's official client."""
 
-import asyncio
 from typing import Any
 from uuid import uuid4
 
 import openai
 import pytest
-
-from support.e2e.headrace_process import Serve
 
 MODEL = "smollm2"
 FRANCE = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
@@ -63,13 +60,6 @@ def test_the_second_call_finds_its_prompt_in_the_cache(client: openai.OpenAI) ->
     assert second.prompt_tokens == first.prompt_tokens
 
 
-def test_stop_strings_end_the_text_and_set_the_reason(client: openai.OpenAI) -> None:
-    whole = _chat(client).choices[0].message.content
-    cut = _chat(client, stop=["zzz", "of France"])
-    assert cut.choices[0].message.content == whole[: whole.index("of France")]
-    assert cut.choices[0].finish_reason == "stop"
-
-
 def test_logprobs_are_those_of_greedy_choice(client: openai.OpenAI) -> None:
     answer = _chat(client, logprobs=True, top_logprobs=5, max_tokens=8)
     content = answer.choices[0].logprobs.content
@@ -94,56 +84,3 @@ def test_choices_of_one_request_differ_and_are_reproducible(client: openai.OpenA
     assert [_join(streamed, index)[0] for index in range(3)] == texts[0]
     other = _chat(client, **options | {"seed": 12})
     assert [choice.message.content for choice in other.choices] != texts[0]
-
-
-def test_completions_accept_text_ids_and_lists(client: openai.OpenAI) -> None:
-    def complete(prompt: Any, **options: Any) -> Any:
-        return client.completions.create(
-            **{"model": MODEL, "prompt": prompt, "temperature": 0, "max_tokens": 6} | options
-        )
-
-    alone = complete("The capital of France is")
-    assert "Paris" in alone.choices[0].text
-    assert alone.choices[0].finish_reason == "length" and alone.usage.completion_tokens == 6
-    several = complete(["The capital of France is", "The capital of Italy is"])
-    assert several.choices[0].text == alone.choices[0].text
-    assert [choice.index for choice in several.choices] == [0, 1]
-    assert complete([504, 3575, 282, 4649, 314], logprobs=2).choices[0].logprobs.token_logprobs
-    assert complete("Once", echo=True).choices[0].text.startswith("Once")
-    streamed = complete("The capital of France is", stream=True)
-    assert "".join(chunk.choices[0].text for chunk in streamed) == alone.choices[0].text
-
-
-def test_the_async_client_and_many_streams_at_once(server: Serve) -> None:
-    async def ask(client: openai.AsyncOpenAI, number: int) -> str:
-        stream = await client.chat.completions.create(
-            model=MODEL,
-            messages=[{"role": "user", "content": f"Say the number {number}."}],
-            max_tokens=8,
-            temperature=0,
-            stream=True,
-        )
-        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
-
-    async def run() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-            return await asyncio.gather(*(ask(client, number) for number in range(8)))
-
-    answers = asyncio.run(run())
-    assert all(answers)
-
-
-def test_models_and_errors_of_the_client(client: openai.OpenAI) -> None:
-    (model,) = client.models.list().data
-    assert (model.id, model.object, model.max_model_len) == (MODEL, "model", 2048)  # type: ignore[attr-defined]
-    assert client.models.retrieve(MODEL).id == MODEL
-    with pytest.raises(openai.NotFoundError) as missing:
-        _chat(client, model="gpt-9")
-    assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
-    with pytest.raises(openai.BadRequestError) as refused:
-        _chat(client, temperature=3)
-    assert refused.value.param == "temperature"
-    with pytest.raises(openai.BadRequestError) as long:
-        _chat(client, messages=[{"role": "user", "content": "word " * 3000}], stream=True)
-    assert long.value.code == "context_length_exceeded"
-    assert "2048" in str(long.value) and "3031" in str(long.value), "both numbers"

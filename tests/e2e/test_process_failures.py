@@ -1,8 +1,6 @@
 """Two serves side by side, and killed processes. The tests depend on their order: `first` is stopped in the second
 test, `second` is killed by kill -9."""
 
-import contextlib
-import json
 import os
 import signal
 import socket
@@ -10,10 +8,9 @@ import threading
 from collections.abc import Callable, Iterator
 
 import httpx
-import psutil
 import pytest
 
-from support.e2e.headrace_process import SMALL, START_SECONDS, TWO_SMALL, Serve
+from support.e2e.headrace_process import SMALL, Serve
 from support.e2e.streams import Outcome, run_streams
 
 BODY = {
@@ -50,37 +47,6 @@ def _answer(serve: Serve) -> list[int]:
 def _listens(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-def _is_up(serve: Serve) -> bool:
-    try:
-        return httpx.get(f"{serve.url}/health/ready", trust_env=False).status_code == 200
-    except httpx.TransportError:
-        return False
-
-
-def _router_pids(serve: Serve) -> list[int]:
-    return [router["pid"] for router in serve.status()["routers"]]
-
-
-def _with_log(serve: Serve, name: str) -> list[psutil.Process]:
-    """Its processes that write the log of this name."""
-    serve.record_processes()
-    found = []
-    for process in serve.processes.values():
-        with contextlib.suppress(psutil.Error):
-            if any(file.path.endswith(f"/{name}") for file in process.open_files()):
-                found.append(process)
-    return found
-
-
-def test_two_side_by_side(pair: tuple[Serve, Serve]) -> None:
-    first, second = pair
-    assert _answer(first) == _answer(second)
-    assert not {socket.port for socket in first.listening()} & {socket.port for socket in second.listening()}
-    first.record_processes()
-    second.record_processes()
-    assert not first.processes.keys() & second.processes.keys()
 
 
 def test_stop_finishes_requests_and_leaves_nothing(pair: tuple[Serve, Serve], eventually: Callable[..., None]) -> None:
@@ -184,13 +150,16 @@ def test_kill_9_leaves_nothing(pair: tuple[Serve, Serve], eventually: Callable[.
     assert second.run("logs", "--path").stdout == f"{run}\n"
 
 
-def test_ctrl_c_during_a_start(start: Callable[..., Serve], eventually: Callable[..., None]) -> None:
-    """Ctrl-C goes to the whole process group."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_during_a_start(
+    start: Callable[..., Serve], eventually: Callable[..., None], number: signal.Signals
+) -> None:
+    """Of the terminal or the shell, to the whole process group."""
     serve = start(*LEAN)
     eventually(lambda: "Ray: up" in serve.stderr_text, 60, "that Ray is up")
     serve.record_processes()
-    os.killpg(serve.process.pid, signal.SIGINT)
-    assert serve.process.wait(30) == 130
+    os.killpg(serve.process.pid, number)
+    assert serve.process.wait(30) == 128 + number
     eventually(lambda: not serve.remaining(), 5, "that nothing of it runs")
     assert "Traceback" not in serve.stderr_text
 
@@ -205,58 +174,3 @@ def test_a_lost_raylet_ends_the_server_with_a_sentence(
     assert serve.process.wait(15) == 1
     assert "Ray's raylet ended" in serve.stderr_text and "logs: " in serve.stderr_text
     eventually(lambda: not serve.remaining(), 10, "that no process remains")
-
-
-def test_a_router_killed_while_a_replica_loads_is_restarted(
-    start: Callable[..., Serve], eventually: Callable[..., None]
-) -> None:
-    """The other replica serves meanwhile, and a stop lets its requests finish."""
-    serve = start(*TWO_SMALL, "--shutdown-seconds", "60")
-    eventually(lambda: _with_log(serve, "smollm2-1-rank0.log"), START_SECONDS, "that the second one loads")
-    (rank,) = _with_log(serve, "smollm2-1-rank0.log")
-    rank.suspend()
-    try:
-        eventually(lambda: "smollm2-0: ready" in serve.stderr_text, START_SECONDS, "that the first one is ready")
-        known = json.loads(next(serve.home.glob("serve-*.json")).read_text())
-        serve.url, serve.admin_port = known["http_url"], known["admin_port"]
-        eventually(lambda: _is_up(serve), 20, "that it serves")
-        (router,) = serve.status()["routers"]
-        os.kill(router["pid"], signal.SIGKILL)
-        eventually(lambda: _router_pids(serve) not in ([], [router["pid"]]), 30, "a new router")
-        eventually(lambda: _is_up(serve), 20, "that it serves again")
-        assert len(_answer(serve)) == 8 and serve.process.poll() is None
-        assert "smollm2-1: ready" not in serve.stderr_text
-        outcomes: list[Outcome] = []
-        body = BODY | {"max_tokens": 200}
-        running = threading.Thread(target=lambda: outcomes.extend(run_streams(serve.url, [body])))
-        running.start()
-        eventually(lambda: "headrace_requests_in_flight 1.0" in httpx.get(f"{serve.url}/metrics").text, 20)
-        serve.record_processes()
-        serve.process.send_signal(signal.SIGTERM)
-        assert serve.process.wait(60) == 0
-        running.join(10)
-        assert outcomes and outcomes[0].complete and len(outcomes[0].token_ids) == 200
-        eventually(lambda: not serve.remaining(), 5, "that nothing of it runs")
-    finally:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            rank.resume()
-
-
-def test_a_gcs_that_does_not_answer_keeps_no_router_and_no_stop(
-    start: Callable[..., Serve], eventually: Callable[..., None]
-) -> None:
-    """Its controller is lost, too: the call that starts another one waits for the GCS."""
-    serve = start(*LEAN).await_ready()
-    (gcs,) = [entry for entry in serve.processes.values() if entry.is_running() and entry.name() == "gcs_server"]
-    status = serve.status()
-    (router,) = status["routers"]
-    gcs.suspend()
-    os.kill(status["controller"]["pid"], signal.SIGKILL)
-    eventually(lambda: "starting another one now" in serve.stderr_text, 20, "that the loss is noticed")
-    os.kill(router["pid"], signal.SIGKILL)
-    eventually(lambda: "the router ended (killed by signal 9)" in serve.stderr_text, 3, "a message")
-    eventually(lambda: _listens(int(serve.url.rpartition(":")[2])), 20, "that another router listens")
-    serve.process.send_signal(signal.SIGTERM)
-    assert serve.process.wait(20) == 0
-    eventually(lambda: not serve.remaining(), 10, "that nothing of it runs, the GCS included")
-    assert serve.stderr_text.rstrip().endswith(" stopped") and "Traceback" not in serve.stderr_text

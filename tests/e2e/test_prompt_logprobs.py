@@ -45,16 +45,6 @@ def test_a_given_text_is_scored(http: httpx.Client, plain: PlainModel, length: i
     assert [list(top) for top in chosen["top_logprobs"][1:]] == [[token] for token in chosen["tokens"][1:]]
 
 
-def test_many_prompts_in_one_request(client: openai.OpenAI, plain: PlainModel) -> None:
-    prompts = [PROMPT[: 3 + 5 * index] for index in range(8)]
-    extra = {"return_token_ids": True}
-    answer = client.completions.create(
-        model="smollm2", prompt=prompts, echo=True, logprobs=1, max_tokens=1, temperature=0, n=2, extra_body=extra
-    )
-    for place, choice in enumerate(answer.choices):
-        _check_echo(plain, prompts[place // 2], choice.model_dump())
-
-
 def test_a_text_with_its_offsets_whole_and_streamed(http: httpx.Client, client: openai.OpenAI) -> None:
     prompt = "A café costs 3 €."
     whole = _complete(http, prompt, echo=True, logprobs=2, max_tokens=12)["choices"][0]
@@ -73,15 +63,6 @@ def test_a_text_with_its_offsets_whole_and_streamed(http: httpx.Client, client: 
     assert streamed == text and merged == whole["logprobs"]
 
 
-def test_offsets_of_tokens_that_are_parts_of_characters(http: httpx.Client) -> None:
-    parrots = _complete(http, "Emoji: 🦜🦜🦜", logprobs=0, max_tokens=6)["choices"][0]
-    assert parrots["text"] == "🦜🦜" and parrots["logprobs"]["text_offset"] == [0, 0, 0, 1, 1, 1]
-    options = {"seed": 3, "temperature": 1, "top_p": 1, "logprobs": 0, "max_tokens": 24}
-    mixed = _complete(http, "Ünïcödé 👋🏽 text", **options)["choices"][0]
-    for token, offset in zip(mixed["logprobs"]["tokens"], mixed["logprobs"]["text_offset"], strict=True):
-        assert token.startswith("bytes:") or mixed["text"][offset:].startswith(token)
-
-
 def test_prompt_logprobs_of_completions_and_chats(http: httpx.Client, plain: PlainModel) -> None:
     listed = _complete(http, PROMPT, prompt_logprobs=2)["choices"][0]["prompt_logprobs"]
     expected = plain.logprobs(PROMPT)
@@ -97,14 +78,3 @@ def test_prompt_logprobs_of_completions_and_chats(http: httpx.Client, plain: Pla
     assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
     refused = http.post("/v1/chat/completions", json=body | {"prompt_logprobs": 0, "stream": True})
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "prompt_logprobs"
-
-
-def test_more_than_the_server_reports_is_refused(http: httpx.Client) -> None:
-    for options in ({"prompt_logprobs": 21}, {"echo": True, "logprobs": 21}):
-        answer = http.post("/v1/completions", json={"model": "smollm2", "prompt": PROMPT, **options})
-        assert answer.status_code == 400 and answer.json()["error"]["param"] in options
-    answer = http.post(
-        "/v1/completions",
-        json={"model": "smollm2", "prompt": [PROMPT * 20] * 16, "prompt_logprobs": 20},
-    )
-    assert answer.status_code == 400 and "log-probabilities" in answer.json()["error"]["message"]

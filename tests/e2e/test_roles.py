@@ -148,23 +148,6 @@ def test_a_drain_under_load_moves_unfinished_streams(
     _same(_few(pools, bodies), undisturbed, bodies)
 
 
-def test_rejections_are_one_sentence(pools: Serve) -> None:
-    """smollm2-2 is the only replica that can decode."""
-    for arguments, words in (
-        (("role", "smollm2-2", "prefill"), "is the only ready replica of smollm2 that can decode"),
-        (("role", "smollm2-1", "both"), "smollm2-1 is drained"),
-        (("role", "smollm2-7", "both"), "there are: smollm2-0, smollm2-1, smollm2-2"),
-        (("role", "smollm2-2", "encode"), "prefill, decode or both"),
-        (("drain", "smollm2-2"), "--force"),
-        (("drain", "unknown"), "there are: smollm2-0, smollm2-1, smollm2-2"),
-        (("undrain", "smollm2-0"), "smollm2-0 is ready, not drained"),
-    ):
-        done = _headrace(pools, *arguments)
-        assert (done.returncode, done.stdout) == (1, ""), arguments
-        assert words in done.stderr and len(done.stderr.splitlines()) == 1
-    assert [entry["state"] for entry in _status(pools).values()] == ["ready", "drained", "ready"]
-
-
 def test_a_drained_replica_is_rebuilt(
     pools: Serve, undisturbed: list[Outcome], bodies: list[dict[str, Any]], eventually: Callable[..., None]
 ) -> None:

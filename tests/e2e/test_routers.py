@@ -12,11 +12,10 @@ import httpx
 import psutil
 import pytest
 
-from support.e2e.headrace_process import SMALL, TWO_SMALL, Serve
+from support.e2e.headrace_process import SMALL, Serve
 from support.e2e.metrics_page import Metrics
 from support.e2e.pinned_stream import PinnedStream, streams_at
 
-BLOCK = 16  # tokens
 EACH = 8
 TOKENS = 96
 CLIENT = httpx.Client(trust_env=False)  # making one takes 40 ms
@@ -111,35 +110,6 @@ def test_streams_of_the_other_router_continue_after_a_kill(serve: Serve, eventua
     eventually(lambda: Metrics(serve.url).busy == {}, 2, "that nothing is in use")
 
 
-def test_no_request_fails_while_one_restarts(serve: Serve, eventually: Callable[..., None]) -> None:
-    """A restarting router does not respond "no replica is ready" to a request that the other one could serve."""
-    victim = serve.status()["routers"][0]["pid"]
-    answers: list[int] = []
-    over = threading.Event()
-
-    def ask() -> None:
-        # A connection for each request, so that either router may get it.
-        with httpx.Client(trust_env=False, limits=httpx.Limits(max_keepalive_connections=0)) as client:
-            while not over.is_set():
-                body = _body(0) | {"max_tokens": 1}
-                answers.append(client.post(f"{serve.url}/v1/completions", json=body).status_code)
-
-    os.kill(victim, signal.SIGKILL)
-    # A killed process accepts connections until its sockets are closed, and they are reset then.
-    eventually(lambda: not psutil.pid_exists(victim), 10, "that its sockets are closed")
-    deadline = time.monotonic() + 10
-    with ThreadPoolExecutor(4) as clients:  # so that a slow machine has time for all of them
-        asking = [clients.submit(ask) for _ in range(4)]
-        while time.monotonic() < deadline:
-            if len([r for r in serve.status()["routers"] if r["pid"] != victim]) == 2 and len(answers) > 60:
-                break
-            time.sleep(0.05)
-        over.set()
-    for each in asking:
-        each.result()
-    assert set(answers) == {200} and len(answers) > 60
-
-
 def test_no_request_fails_while_one_leaves(serve: Serve, eventually: Callable[..., None]) -> None:
     """Requests over fresh and over kept connections, and streams, while one of two routers is told to end."""
     pids = [router["pid"] for router in serve.status()["routers"]]
@@ -168,34 +138,6 @@ def test_no_request_fails_while_one_leaves(serve: Serve, eventually: Callable[..
         stream.join(60)
         assert (stream.failure, stream.finished) == ("", True)
     eventually(lambda: len(serve.status()["routers"]) == 2, 30, "that both run again")
-
-
-def test_no_turn_of_a_chat_misses_the_cache(start: Callable[..., Serve]) -> None:
-    """Each request over a new connection: either router may take it."""
-    url = f"{start(*TWO_SMALL, '--routers', '2').await_ready().url}/v1/chat/completions"
-    for chat in range(6):
-        text = " ".join(f"Rule {chat}-{number}: be brief." for number in range(40))
-        messages = [{"role": "system", "content": text}]
-        before = 0
-        for turn in range(3):
-            messages.append({"role": "user", "content": f"Question {turn} of chat {chat}: what now?"})
-            body = {"model": "smollm2", "messages": messages, "temperature": 0, "max_tokens": 16}
-            answer = httpx.post(url, json=body, timeout=60, trust_env=False).json()
-            messages.append(answer["choices"][0]["message"])
-            cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-            assert cached >= before - BLOCK, (chat, turn, answer["usage"])
-            before = answer["usage"]["prompt_tokens"]
-
-
-def test_a_port_of_a_serve_with_several_routers_is_taken(serve: Serve) -> None:
-    port = serve.url.rpartition(":")[2]
-    flags = ("--port", port, "--grpc-port", "0", "--admin-port", "0", "--routers", "2")
-    second = Serve(serve.home.with_name("second"), *flags, ports=False)
-    try:
-        assert second.process.wait(60) == 1
-        assert f"port {port} on 127.0.0.1 is in use" in second.stderr_text
-    finally:
-        second.close()
 
 
 def test_ctrl_c_stops_all_in_order(serve: Serve, eventually: Callable[..., None]) -> None:

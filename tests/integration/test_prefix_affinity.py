@@ -2,7 +2,6 @@
 
 import asyncio
 from random import Random
-from typing import Any
 
 from headrace_router.core.placement import Decision
 from support.integration.in_process_cluster import InProcessCluster
@@ -61,16 +60,6 @@ def test_requests_go_where_their_prefix_is(cluster: InProcessCluster) -> None:
     assert there >= 15, "of 18: a pause of the machine may make one replica look slow for a moment"
 
 
-def test_least_load_does_not_look_for_prefixes(cluster: InProcessCluster) -> None:
-    for _ in range(3):
-        cluster.add_replica()
-    cluster.open(policy="least-load")
-    random = Random(1)
-    prefixes = [prompt(random, PREFIX) for _ in range(6)]
-    found = [cached(cluster, prefix + prompt(random, TAIL)) for prefix in prefixes for _ in range(3)]
-    assert found.count(0) > len(prefixes)
-
-
 def test_a_router_that_starts_later_knows_what_is_cached(cluster: InProcessCluster) -> None:
     for _ in range(3):
         cluster.add_replica()
@@ -85,18 +74,3 @@ def test_a_router_that_starts_later_knows_what_is_cached(cluster: InProcessClust
     cluster.eventually(lambda: known_blocks(cluster) >= len(prefixes) * (PREFIX // BLOCK))
     found = [cached(cluster, prefix + prompt(random, TAIL)) for prefix in prefixes]
     assert found == [PREFIX // BLOCK * BLOCK] * len(prefixes)
-
-
-def test_tenants_share_no_prefix(cluster: InProcessCluster, tmp_path: Any) -> None:
-    """A router does not place one tenant's request by what another tenant has cached."""
-    keys = tmp_path / "keys"
-    keys.write_text("first:a-key-of-the-first-tenant\nsecond:a-key-of-the-second-tenant\n")
-    keys.chmod(0o600)
-    for _ in range(2):
-        cluster.add_replica()
-    cluster.open(policy="predicted", auth={"keys_file": str(keys)})
-    tokens = prompt(Random(3), PREFIX)
-    for key, hit in (("first", False), ("first", True), ("second", False), ("second", True)):
-        answer = cluster.complete(tokens, key=f"a-key-of-the-{key}-tenant", max_tokens=2)
-        assert answer.status_code == 200, answer.text
-        assert bool(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]) == hit

@@ -7,8 +7,6 @@ from typing import Any
 import httpx
 import pytest
 
-from support.members import other_member
-
 
 def _prompts(count: int, length: int = 40, seed: int = 0) -> list[list[int]]:
     random = Random(seed)
@@ -98,25 +96,6 @@ def test_streams_continue_after_the_end_of_their_replica(cluster: Any, options: 
     cluster.eventually(lambda: cluster.ready == sorted({"tiny-0", "tiny-1"} - set(stopped)), 3)
     again = [_ids(cluster.complete(prompt, max_tokens=300, **options)) for prompt in prompts[:4]]
     assert again == [tokens for tokens, _ in expected[:4]], "the remaining replica serves all"
-
-
-def test_a_drained_replica_receives_no_requests(cluster: Any) -> None:
-    cluster.add_replica()
-    cluster.add_replica()
-    cluster.open()
-    cluster.replicas[1].drain()
-    answers = _together([lambda p=prompt: cluster.complete(p, max_tokens=5) for prompt in _prompts(8)])
-    assert all(len(_ids(answer)) == 5 for answer in answers)
-
-
-def test_a_replica_of_another_cluster_is_not_used(cluster: Any) -> None:
-    cluster.add_replica(member=other_member())
-    cluster.open(await_ready=False)
-    answer = cluster.complete([5, 6, 7], max_tokens=2)
-    assert answer.status_code in (404, 503)
-    assert cluster.ready == []
-    with cluster.client() as client:
-        assert client.get("/health/ready").status_code == 503 and client.get("/health/live").status_code == 200
 
 
 def test_requests_beyond_the_cache_wait_and_complete(cluster: Any) -> None:

@@ -1,4 +1,4 @@
-"""Constrained answers of random weights: with other requests, in pools, over ranks, and after a kill."""
+"""Constrained answers of random weights: with other requests, in pools, and after a kill."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -63,33 +63,6 @@ def test_beside_free_requests(cluster: Any, expected: list[Any]) -> None:
     cluster.open()
     with ThreadPoolExecutor(12) as threads:
         assert list(threads.map(lambda body: _answer(cluster, body), _bodies(12))) == expected
-
-
-def test_several_choices(cluster: Any) -> None:
-    cluster.add_replica()
-    cluster.open()
-    choices = _answer(cluster, {"seed": 7, "max_tokens": 120, "n": 4, **GUIDED})
-    assert len(choices) == 4 and len({choice["text"] for choice in choices}) > 1
-
-
-def test_a_guided_answer_may_not_end_before_its_minimum(cluster: Any) -> None:
-    """Where the constraint allows no further token, the answer ends all the same."""
-    cluster.add_replica()
-    cluster.open()
-    body = {"seed": 3, "max_tokens": 60, "min_tokens": 40, **GUIDED, "structured_outputs": {"regex": "[a-c]{5,50}"}}
-    answer = cluster.complete(_prompt(3), **body).json()["choices"][0]
-    assert answer["finish_reason"] == "stop" and len(answer["token_ids"]) >= 40
-    body["structured_outputs"] = {"regex": "[a-c]{5}"}
-    answer = cluster.complete(_prompt(3), **body).json()["choices"][0]
-    assert answer["finish_reason"] == "stop" and len(answer["text"]) == 5
-
-
-@pytest.mark.parametrize("shape", [{"tp": 2}, {"pp": 2}])
-def test_over_ranks(process_cluster: Any, expected: list[Any], shape: dict[str, int]) -> None:
-    process_cluster.open(await_ready=False)
-    process_cluster.launch("a", **shape)
-    process_cluster.publish_and_wait()
-    assert [_answer(process_cluster, body) for body in _bodies(12)] == expected
 
 
 def test_in_pools(process_cluster: Any, expected: list[Any]) -> None:

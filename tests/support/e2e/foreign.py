@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-TYPED = ("lm-eval[api]==0.4.13", "instructor==1.17.0")
+TYPED = ("instructor==1.17.0",)
 AGENTS = ("openai-agents==0.24.0", "pydantic-ai-slim[openai]==2.68.0")  # instructor needs older packages than these
 
 
-def foreign_python(packages: tuple[str, ...] = TYPED) -> Path:
+def foreign_python(packages: tuple[str, ...]) -> Path:
     """The interpreter; skips the test where the packages cannot be had."""
     key = hashlib.sha256(repr((packages, sys.version)).encode()).hexdigest()[:12]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

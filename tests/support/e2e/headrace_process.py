@@ -138,9 +138,6 @@ class Serve:
                         found.append(Socket(address, connection.laddr.port, _title(process), process.pid))
         return found
 
-    def running_pids(self) -> set[int]:
-        return {pid for pid, process in self.processes.items() if _alive(process)}
-
     def memory(self, pid: int) -> int:
         """Resident bytes of one of its processes."""
         return int(psutil.Process(pid).memory_info().rss)

@@ -33,7 +33,7 @@ class Outcome:
         return bool(self.usage["completion_tokens"] == len(self.token_ids))
 
 
-async def _stream(session: aiohttp.ClientSession, body: dict[str, Any], drop_after: int | None) -> Outcome:
+async def _stream(session: aiohttp.ClientSession, body: dict[str, Any]) -> Outcome:
     outcome = Outcome()
     full_body = body | {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
     async with session.post("/v1/completions", json=full_body) as answer:
@@ -50,10 +50,6 @@ async def _stream(session: aiohttp.ClientSession, body: dict[str, Any], drop_aft
                 outcome.done = True
                 continue
             _record_event(outcome, json.loads(line[6:]))
-            if drop_after is not None and len(outcome.token_ids) >= drop_after:
-                outcome.dropped = True
-                answer.close()
-                return outcome
     return outcome
 
 
@@ -74,24 +70,22 @@ def _record_event(outcome: Outcome, event: dict[str, Any]) -> None:
 
 
 def run_streams(
-    url: str, bodies: Sequence[dict[str, Any]], drops: dict[int, int | float] | None = None, seconds: float = 120
+    url: str, bodies: Sequence[dict[str, Any]], drop_after: float | None = None, seconds: float = 120
 ) -> list[Outcome]:
-    """Sends all bodies at once. `drops`: disconnect request i after that many tokens (int) or seconds (float)."""
+    """Sends all bodies at once. `drop_after`: seconds until each client disconnects."""
 
-    async def one(session: aiohttp.ClientSession, index: int, body: dict[str, Any]) -> Outcome:
-        drop = (drops or {}).get(index)
-        if not isinstance(drop, float):
-            return await _stream(session, body, drop)
+    async def one(session: aiohttp.ClientSession, body: dict[str, Any]) -> Outcome:
         try:
-            async with asyncio.timeout(drop):
-                return await _stream(session, body, None)
-        except TimeoutError:
-            return Outcome(dropped=True)
+            async with asyncio.timeout(drop_after):
+                return await _stream(session, body)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            dropped = drop_after is not None and isinstance(error, TimeoutError)
+            return Outcome(dropped=dropped, error=repr(error))
 
     async def run() -> list[Outcome]:
         options = {"connector": aiohttp.TCPConnector(limit=0), "timeout": aiohttp.ClientTimeout(total=seconds)}
         async with aiohttp.ClientSession(url, **options) as session:  # type: ignore[arg-type]
-            return await asyncio.gather(*(one(session, index, body) for index, body in enumerate(bodies)))
+            return await asyncio.gather(*(one(session, body) for body in bodies))
 
     return asyncio.run(run())
 

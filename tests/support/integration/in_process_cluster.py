@@ -9,7 +9,6 @@ from typing import Any
 
 import httpx
 
-from headrace_proto.cluster_member import ClusterMember
 from headrace_router.config import RouterConfig, StaticMember
 from headrace_router.server import RouterServer
 from headrace_worker.core.config import ReplicaConfig
@@ -29,7 +28,7 @@ class InProcessCluster:
         self.addresses: list[str] = []
         self._router: RouterServer | None = None
 
-    def add_replica(self, member: ClusterMember = MEMBER, **options: Any) -> None:
+    def add_replica(self, **options: Any) -> None:
         defaults: dict[str, Any] = {"dtype": "float32", "device": "cpu", "cpu_threads": 1, "kv_cache_memory": 8 << 20}
         config = ReplicaConfig(
             replica_id=f"tiny-{len(self.replicas)}",
@@ -37,7 +36,7 @@ class InProcessCluster:
             source=str(self._folder),
             **defaults | options,
         )
-        replica = Replica(config, member.secret)
+        replica = Replica(config, MEMBER.secret)
         self.replicas.append(replica)
         self.addresses.append(replica.start().address)
 

@@ -24,11 +24,6 @@ class OneWayCut:
     def cut(self, direction: Direction) -> None:
         self._loop.call_soon_threadsafe(self._passing[direction].clear)
 
-    def heal(self) -> None:
-        """Both directions pass again, with all bytes that waited."""
-        for passing in self._passing.values():
-            self._loop.call_soon_threadsafe(passing.set)
-
     def close(self) -> None:
         asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(30)
         self._loop.call_soon_threadsafe(self._loop.stop)

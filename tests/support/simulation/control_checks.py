@@ -8,7 +8,7 @@ from headrace_cluster.core.naming import ReplicaName
 from headrace_proto import control_pb2 as control
 from headrace_proto import replica_pb2 as pb
 from headrace_proto.role import Role
-from support.simulation.rank_process import RankProcess, address_of
+from support.simulation.sim_ray import RankProcess, address_of
 
 if TYPE_CHECKING:
     from support.simulation.managed_cluster import ManagedCluster

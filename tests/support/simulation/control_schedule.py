@@ -4,23 +4,18 @@
 `… FIRST --until STOP` runs many; `--operated` adds operators.
 """
 
-import argparse
-import logging
-import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 from random import Random
 
-import structlog
-
 from headrace_cluster.spec.cluster_spec import ClusterSpec, parse_spec
-from support.simulation.client_request import ClientRequest, Phase
+from support.simulation.command import replay
 from support.simulation.control_checks import FREED_SECONDS
 from support.simulation.control_faults import ControlFaults
 from support.simulation.managed_cluster import ManagedCluster
 from support.simulation.replica_faults import ReplicaFaults
 from support.simulation.sim_ray import SimNode
+from support.simulation.sim_request import ClientRequest, Phase
 from support.simulation.world import World
 
 FIRST_FAULT, LAST_FAULT = 6.0, 18.0
@@ -207,27 +202,9 @@ def _request(random: Random, number: int) -> ClientRequest:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("seed", type=int)
-    parser.add_argument("--until", type=int, help="run all seeds up to this one, without a trace")
-    parser.add_argument("--operated", action="store_true", help="operators change replicas meanwhile")
-    options = parser.parse_args()
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
-    if options.until is None:
-        print(ControlSchedule(options.seed, operated=options.operated, tracing=True).run())
-        return
-    total: Counter[str] = Counter()
-    failed, began = 0, time.process_time()
-    for seed in range(options.seed, options.until):
-        try:
-            total += ControlSchedule(seed, operated=options.operated).run()
-        except Exception as error:
-            failed += 1
-            print(seed, type(error).__name__, str(error)[:300], flush=True)
-    print(total, f"{time.process_time() - began:.1f} s, {failed} failed")
-    sys.exit(failed > 0)
+def run(seed: int, operated: bool = False, tracing: bool = False) -> Counter[str]:
+    return ControlSchedule(seed, operated=operated, tracing=tracing).run()
 
 
 if __name__ == "__main__":
-    main()
+    replay(run, __doc__, "operated")

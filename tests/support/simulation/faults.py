@@ -2,37 +2,13 @@
 
 from collections.abc import Callable
 
-from support.simulation.client_request import ClientRequest
-from support.simulation.pair_group import SimPairGroup
 from support.simulation.scheduled_cluster import ScheduledCluster
 from support.simulation.sim_replica import SimReplica
+from support.simulation.sim_request import ClientRequest
 from support.simulation.transfer_stream import TransferStream
+from support.simulation.transfer_workers import SimPairGroup
 
 HORIZON = 1.5  # seconds in which faults start
-
-
-class StreamMoves:
-    """Moves of streams at random times, and disconnects of some of their clients shortly after."""
-
-    def __init__(self, cluster: ScheduledCluster) -> None:
-        self._cluster = cluster
-        self._world = cluster.world
-
-    def plan(self) -> None:
-        random = self._world.random
-        for _ in range(random.randrange(1, 12)):
-            self._world.at(random.random() * HORIZON, self.move)
-
-    def move(self) -> None:
-        requests = list(self._cluster.router.requests)
-        self._world.random.shuffle(requests)
-        moved = next((request for request in requests if request.move()), None)
-        if moved is None:
-            return
-        if self._world.tracing:
-            self._world.log(f"*** request {moved.spec.number} moves")
-        if self._world.chance(0.3):
-            self._world.at(4 * self._world.delay(), lambda: moved.disconnect())
 
 
 class Faults:
@@ -70,6 +46,22 @@ class Faults:
         for _ in range(random.choice((0, 1, 1, 2, 2, 3, 4, 6))):
             self._world.at(random.random() * HORIZON, random.choice(self._kinds))
 
+    def plan_moves(self) -> None:
+        """Moves of streams at random times, and disconnects of some of their clients shortly after."""
+        random = self._world.random
+        for _ in range(random.randrange(1, 12)):
+            self._world.at(random.random() * HORIZON, self._move)
+
+    def _move(self) -> None:
+        requests = list(self._cluster.router.requests)
+        self._world.random.shuffle(requests)
+        moved = next((request for request in requests if request.move()), None)
+        if moved is None:
+            return
+        self._world.log(f"*** request {moved.spec.number} moves")
+        if self._world.chance(0.3):
+            self._world.at(4 * self._world.delay(), lambda: moved.disconnect())
+
     # -- replicas ----------------------------------------------------------------------------------------------
 
     def kill(self) -> None:
@@ -78,7 +70,7 @@ class Faults:
             return
         others = [other for other in self._cluster.replicas if other is not replica and not other.stopped]
         final = self._world.chance(0.2) and any(self._cluster.decodes(other.name) for other in others)
-        self._log(f"{replica.name} is killed{' permanently' if final else ''}")
+        self._world.log(f"*** {replica.name} is killed{' permanently' if final else ''}")
         self._cluster.kill(replica, None if final else 0.2 + self._world.random.random())
 
     def stall(self) -> None:
@@ -87,7 +79,7 @@ class Faults:
             return
         seconds = self._world.random.choice((0.3, 1.0, 2.5, 6.0))
         replica.frozen_until = max(replica.frozen_until, self._world.now + seconds)
-        self._log(f"{replica.name} stalls for {seconds} s")
+        self._world.log(f"*** {replica.name} stalls for {seconds} s")
 
     def pressure(self) -> None:
         """Many long answers at once on a replica that computes prompts for others."""
@@ -95,7 +87,7 @@ class Faults:
         replica = self._world.random.choice(sources) if sources else self._choose_replica()
         if replica is None:
             return
-        self._log(f"{replica.name} gets a burst of requests")
+        self._world.log(f"*** {replica.name} gets a burst of requests")
         now, random = self._world.now, self._world.random
         for _ in range(4):
             prompt = [random.randrange(10, 900) for _ in range(random.randrange(4, 20))]
@@ -108,13 +100,13 @@ class Faults:
         replica = self._world.random.choice(alone) if alone else self._choose_replica()
         if replica is not None:
             replica.ranks.failing_steps += self._world.random.randrange(1, 3)
-            self._log(f"a step of {replica.name} will fail")
+            self._world.log(f"*** a step of {replica.name} will fail")
 
     def toggle_granting(self) -> None:
         replica = self._choose_replica()
         if replica is not None:
             willing = not replica.engine.exchange.granter.computes_for_others
-            self._log(f"{replica.name} is {'willing' if willing else 'not willing'} to compute for others")
+            self._world.log(f"*** {replica.name} is {'willing' if willing else 'not willing'} to compute for others")
 
             def flip(exchange: object) -> None:
                 replica.engine.exchange.granter.computes_for_others = willing
@@ -126,14 +118,14 @@ class Faults:
         replica = self._choose_replica()
         if replica is None or replica.draining:
             return
-        self._log(f"{replica.name} drains")
+        self._world.log(f"*** {replica.name} drains")
         replica.draining = True
         replica.command(lambda exchange: None)
 
         def cancel_all() -> None:
             if not replica.alive:
                 return
-            self._log(f"{replica.name} cancels its attempts")
+            self._world.log(f"*** {replica.name} cancels its attempts")
             replica.stop()
             self._world.at(0.05, end)
 
@@ -149,20 +141,20 @@ class Faults:
         stream = self._stream()
         if stream is not None:
             until = self._world.now + self._world.random.choice((0.2, 1.0, 3.0))
-            self._log(f"control {stream.target.name} - {stream.address} is delayed until {until:.2f}")
+            self._world.log(f"*** control {stream.target.name} - {stream.address} is delayed until {until:.2f}")
             stream.hold(until)
 
     def break_control(self) -> None:
         stream = self._stream()
         if stream is not None:
-            self._log(f"control {stream.target.name} - {stream.address} breaks")
+            self._world.log(f"*** control {stream.target.name} - {stream.address} breaks")
             stream.disconnect()
 
     def partition(self) -> None:
         """Control breaks and cannot be opened again for a second; data connections continue."""
         stream = self._stream()
         if stream is not None:
-            self._log(f"{stream.target.name} and {stream.address} are partitioned")
+            self._world.log(f"*** {stream.target.name} and {stream.address} are partitioned")
             self._cluster.network.cut_both(stream.target.address, stream.address, self._world.now + 1.0)
             stream.disconnect()
 
@@ -179,7 +171,7 @@ class Faults:
     def break_data(self) -> None:
         pair_groups = self._pair_groups()
         if pair_groups:
-            self._log("the data connections of a pair break")
+            self._world.log("*** the data connections of a pair break")
             self._world.random.choice(pair_groups).disconnect()
 
     def corrupt(self) -> None:
@@ -194,7 +186,7 @@ class Faults:
         streams = self._cluster.router.streams
         if streams:
             stream = self._world.random.choice(streams)
-            self._log(f"the router's stream to {stream.replica.name} breaks")
+            self._world.log(f"*** the router's stream to {stream.replica.name} breaks")
             stream.disconnect()
 
     def hold_router_stream(self) -> None:
@@ -202,7 +194,7 @@ class Faults:
         if streams:
             stream = self._world.random.choice(streams)
             seconds = self._world.random.choice((0.3, 1.0, 2.5))
-            self._log(f"the router's stream to {stream.replica.name} is delayed for {seconds} s")
+            self._world.log(f"*** the router's stream to {stream.replica.name} is delayed for {seconds} s")
             stream.hold(self._world.now + seconds)
 
     def router_message_faults(self) -> None:
@@ -224,7 +216,3 @@ class Faults:
 
     def _pair_groups(self) -> list[SimPairGroup]:
         return [group for group in self._cluster.pair_groups.values() if not group.broken]
-
-    def _log(self, sentence: str) -> None:
-        if self._world.tracing:
-            self._world.log(f"*** {sentence}")

@@ -6,16 +6,14 @@ from functools import partial
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_worker.core.config import ReplicaStarted
-from support.simulation.client_request import ClientRequest
 from support.simulation.control_checks import ControlChecks
 from support.simulation.managed_router import ManagedRouter
-from support.simulation.rank_process import RankProcess, address_of
 from support.simulation.sim_cluster import Cluster
-from support.simulation.sim_controller import SimController
-from support.simulation.sim_keeper import SimKeeper
+from support.simulation.sim_controller import SimController, SimKeeper
 from support.simulation.sim_model import BLOCK, MAX_MODEL_LEN, Model
-from support.simulation.sim_ray import SimNode, SimRay
+from support.simulation.sim_ray import RankProcess, SimNode, SimRay, address_of
 from support.simulation.sim_replica import Shape, SimReplica
+from support.simulation.sim_request import ClientRequest
 from support.simulation.world import World
 
 ROWS = 8
@@ -128,8 +126,7 @@ class ManagedCluster(Cluster):
         for other in ranks:
             other.started = started
         self.checks.build_up(name)
-        if self.world.tracing:
-            self.world.log(f"{name} is up")
+        self.world.log("{} is up", name)
 
     def set_role(self, rank: RankProcess) -> None:
         """Its health messages report the role of its rank."""
@@ -175,8 +172,7 @@ class ManagedCluster(Cluster):
     def _rank_ended(self, rank: RankProcess, cause: str) -> None:
         """A rank's process was killed: the others of its build end, too."""
         self.checks.rank_ended(rank, cause)
-        if self.world.tracing:
-            self.world.log(f"{rank.name} ends: {cause}")
+        self.world.log("{} ends: {}", rank.name, cause)
         replica = self.replica_at(rank.address)
         if rank.rank == 0 and replica is not None:
             replica.alive = False

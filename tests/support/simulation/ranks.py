@@ -9,10 +9,9 @@ from headrace_worker.core.guide import Mask
 from headrace_worker.core.plan import StepPlan, StepResult
 from headrace_worker.core.transfer.orders import ClosePair, Drop, OpenPair, Order, Receive, Send, TransferReport
 from headrace_worker.core.transfer.shards import KvShards
-from support.simulation.pair_group import SimPairGroup
 from support.simulation.shadow import RankShadow, Task
 from support.simulation.sim_model import BLOCK, Model, next_tag, next_token
-from support.simulation.transfer_workers import LayerGate, SimTransferWorker
+from support.simulation.transfer_workers import LayerGate, SimPairGroup, SimTransferWorker
 from support.simulation.world import InvariantViolation, Owner, World
 
 INVALID_TOKEN = 1  # never sampled by the model

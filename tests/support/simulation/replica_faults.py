@@ -6,8 +6,7 @@ from functools import partial
 from headrace_cluster.core.naming import ReplicaName
 from support.simulation.control_faults import ControlFaults
 from support.simulation.managed_cluster import ManagedCluster
-from support.simulation.rank_process import address_of
-from support.simulation.sim_ray import SimNode
+from support.simulation.sim_ray import SimNode, address_of
 from support.simulation.sim_replica import SimReplica
 
 PAUSES = (0.5, 1.5, 3.0, 8.0, 25.0, 60.0)
@@ -37,7 +36,7 @@ class ReplicaFaults:
             self.refuse_all,
             self.slow_down,
             self.cut_router_from_replica,
-            self.cut_frames,
+            self.lose_frames,
             self.freeze_router,
         ]
         self.killed_at = 0.0
@@ -78,7 +77,7 @@ class ReplicaFaults:
         if not nodes:
             return
         node = self._world.random.choice(nodes)
-        self._control.log(f"{node.name} is lost")
+        self._world.log(f"*** {node.name} is lost")
         ray.lose(node)
         self._world.at(self._world.random.uniform(*LATE_SECONDS), partial(self._add_node, node.slots))
 
@@ -117,7 +116,7 @@ class ReplicaFaults:
         replicas = self._cluster.replicas
         if replicas:
             replica = self._world.random.choice(replicas)
-            self._control.log(f"{replica.address} becomes slow")
+            self._world.log(f"*** {replica.address} becomes slow")
             for step, factor in enumerate((1.5, 2.5, 4.0, 6.0, 6.0, 6.0, 1.0)):
                 self._world.at(1.5 * step, partial(self._set_slowdown, replica, factor))
 
@@ -144,13 +143,13 @@ class ReplicaFaults:
         for observer in (controller.name, routers[0].name):
             cluster.network.cut(address_of(build), observer, until)
 
-    def cut_frames(self) -> None:
-        """A connection ends in the middle of a frame, which is lost."""
+    def lose_frames(self) -> None:
+        """A frame is lost, and the connection ends; or it arrives twice."""
         streams = self._cluster.router_streams
         if streams:
             stream = self._world.random.choice(streams)
-            self._control.log(f"a frame of {stream.replica.address} is cut")
-            stream.cut_frames += self._world.random.randrange(1, 3)
+            self._world.log(f"*** the stream to {stream.replica.address} loses a frame, or repeats it")
+            stream.message_faults += self._world.random.randrange(1, 3)
 
     def freeze_router(self) -> None:
         routers = self._cluster.live_routers

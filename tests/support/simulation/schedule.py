@@ -4,21 +4,17 @@
 `… FIRST --until STOP` runs many.
 """
 
-import argparse
 import asyncio
-import logging
-import sys
 from collections import Counter
 from random import Random
 
-import structlog
-
-from support.simulation.client_request import ClientRequest, Phase
-from support.simulation.faults import Faults, StreamMoves
+from support.simulation.command import replay
+from support.simulation.faults import Faults
 from support.simulation.scheduled_cluster import ScheduledCluster
 from support.simulation.sim_cluster import IDLE_SECONDS
 from support.simulation.sim_model import BLOCK, Model
 from support.simulation.sim_replica import Shape
+from support.simulation.sim_request import ClientRequest, Phase
 from support.simulation.world import InvariantViolation, World
 
 SPLITS = ((1, 1), (1, 1), (1, 1), (2, 1), (1, 2), (3, 1))
@@ -26,11 +22,8 @@ WINDOWS = ((0,), (0,), (0, 6), (9,), (5, 0))
 LONGEST = 12 * BLOCK  # of prompt and output
 
 
-def run(seed: int, *, moves: bool = False, tracing: bool = False) -> Counter[str]:
-    """Counts of outcomes by name. Raises if an invariant does not hold. Needs a running event loop.
-
-    `moves`: streams are also moved at random times.
-    """
+def _run(seed: int, moves: bool, tracing: bool) -> Counter[str]:
+    """Needs a running event loop."""
     world = World(seed, tracing=tracing)
     random = world.random
     model = Model(random.choice(WINDOWS), random.randrange(1, 4))
@@ -40,15 +33,12 @@ def run(seed: int, *, moves: bool = False, tracing: bool = False) -> Counter[str
     cluster = ScheduledCluster(world, model, shapes, decoders, random.choice((0.5, 0.9, 1.0)))
     requests = _requests(random)
     cluster.schedule_requests(requests)
-    Faults(cluster).plan()
+    faults = Faults(cluster)
+    faults.plan()
     if moves:
-        StreamMoves(cluster).plan()
-    if tracing:
-        world.log(f"{model}, decoders {sorted(decoders)}")
-        for shape in shapes:
-            world.log(str(shape))
-        for request in requests:
-            world.log(str(request))
+        faults.plan_moves()
+    for value in (model, sorted(decoders), *shapes, *requests):
+        world.log("{}", value)
     world.run()
     cluster.check_end()
     if world.now > IDLE_SECONDS:
@@ -102,31 +92,17 @@ def _requests(random: Random) -> list[ClientRequest]:
     return requests
 
 
-async def run_in_loop(seed: int, *, moves: bool = False, tracing: bool = False) -> Counter[str]:
-    return run(seed, moves=moves, tracing=tracing)
+def run(seed: int, moves: bool = False, tracing: bool = False) -> Counter[str]:
+    """Counts of outcomes by name. Raises if an invariant does not hold.
 
+    moves: streams are also moved at random times.
+    """
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("seed", type=int)
-    parser.add_argument("--until", type=int, help="run all seeds up to this one, without a trace")
-    parser.add_argument("--moves", action="store_true", help="streams are also moved at random times")
-    options = parser.parse_args()
-    if options.until is None:
-        print(asyncio.run(run_in_loop(options.seed, moves=options.moves, tracing=True)))
-        return
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
-    total: Counter[str] = Counter()
-    failed: Counter[str] = Counter()
-    for seed in range(options.seed, options.until):
-        try:
-            total += asyncio.run(run_in_loop(seed, moves=options.moves))
-        except Exception as error:
-            failed[f"{type(error).__name__}: {error}"[:150]] += 1
-            print(seed, type(error).__name__, str(error)[:200], flush=True)
-    print(total)
-    sys.exit(bool(failed))
+    async def run_in_loop() -> Counter[str]:
+        return _run(seed, moves, tracing)
+
+    return asyncio.run(run_in_loop())
 
 
 if __name__ == "__main__":
-    main()
+    replay(run, __doc__, "moves")

@@ -3,16 +3,14 @@
 from abc import ABC, abstractmethod
 
 from headrace_worker.core.transfer.orders import OpenPair
-from support.simulation.client_request import Phase
-from support.simulation.network import Network
-from support.simulation.pair_group import DataFaults, SimPairGroup
-from support.simulation.router_stream import RouterStream
+from support.simulation.sim_link import RouterStream
 from support.simulation.sim_model import Model
 from support.simulation.sim_replica import SimReplica
-from support.simulation.sim_request import SimRequest
+from support.simulation.sim_request import Phase, SimRequest
 from support.simulation.sim_router import SimRouter
 from support.simulation.transfer_stream import TransferStream
-from support.simulation.world import InvariantViolation, World
+from support.simulation.transfer_workers import DataFaults, SimPairGroup
+from support.simulation.world import InvariantViolation, Network, World
 
 ORPHAN_SECONDS = 1.5
 IDLE_SECONDS = 30.0  # by which all answers and faults are over and everything is released

@@ -12,8 +12,7 @@ from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_cluster.spec.model_spec import ModelSpec
 from headrace_proto.role import Role
 from headrace_worker.core.config import ReplicaConfig
-from support.simulation.rank_process import SECRETS, RankProcess
-from support.simulation.sim_ray import SimRayError
+from support.simulation.sim_ray import SECRETS, RankProcess, SimRayError
 
 if TYPE_CHECKING:
     from support.simulation.sim_controller import SimController

@@ -20,15 +20,15 @@ from headrace_worker.server.convert import to_load, to_request
 from headrace_worker.server.pairs import PairRegistry
 from support.simulation.invariants import Invariants
 from support.simulation.ranks import SimRanks
-from support.simulation.router_stream import RouterStream
+from support.simulation.sim_link import RouterStream
 from support.simulation.sim_model import MAX_MODEL_LEN, VOCABULARY, Model
 from support.simulation.transfer_stream import TransferStream
 from support.simulation.world import Fifo, InvariantViolation, World
 
 if TYPE_CHECKING:
-    from support.simulation.health_stream import HealthStream
-    from support.simulation.pair_group import SimPairGroup
     from support.simulation.sim_cluster import Cluster
+    from support.simulation.sim_controller import HealthStream
+    from support.simulation.transfer_workers import SimPairGroup
 
 IDLE_TICK = 0.25
 KEY = derive_key(b"simulation")
@@ -261,15 +261,13 @@ class SimReplica:
 
     def _send_out(self, outbound: Outbound) -> None:
         for address, message in outbound.to_sources:
-            if self.world.tracing:
-                self.world.log(f"{self.name} to source {address}: {message}")
+            self.world.log("{} to source {}: {}", self.name, address, message)
             if address not in self.sources:
                 self.sources[address] = TransferStream(self, address)
                 self.cluster.streams.append(self.sources[address])
             self.sources[address].send_to_source(message)
         for name, answer in outbound.to_targets:
-            if self.world.tracing:
-                self.world.log(f"{self.name} to target {name}: {answer}")
+            self.world.log("{} to target {}: {}", self.name, name, answer)
             if name in self.targets:
                 self.targets[name].send_to_target(answer)
         for peer in outbound.disconnect:
@@ -282,8 +280,7 @@ class SimReplica:
         return self.cluster.pair_group(order)
 
     def _reported(self, report: TransferReport) -> None:
-        if self.world.tracing:
-            self.world.log(f"{self.name} report {report}")
+        self.world.log("{} report {}", self.name, report)
         self._report_queues[report.rank].put(report)
 
     def _report_received(self, report: object) -> None:

@@ -1,7 +1,8 @@
-"""A client that checks every token, and the placement of its choice run."""
+"""A client that checks every token, the placement of its choice run, and the timers of its router."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from headrace_proto import replica_pb2 as pb
@@ -12,15 +13,64 @@ from headrace_router.core.placement import KvSource, Placed
 from headrace_router.core.policy.interface import ChoiceRequest
 from headrace_router.core.replica_state import ReplicaState
 from headrace_router.core.retry import RetryState
-from support.simulation.client_request import ClientRequest, Phase
 from support.simulation.sim_model import expected_answer
-from support.simulation.sim_timers import SimTimers
 from support.simulation.world import InvariantViolation
 
 if TYPE_CHECKING:
     from support.simulation.sim_router import SimRouter
 
 State = ReplicaState[str]  # of the one model, "m"; the card is its revision
+
+
+class Phase(Enum):
+    """The phase of a request in which its client disconnects."""
+
+    QUEUED = "queued"
+    REQUESTED = "requested"
+    GRANTED = "granted"
+    MOVING = "moving"
+    COMMITTED = "committed"
+    PREFILL = "prefill"
+    FIRST_TOKEN = "first token"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class ClientRequest:
+    """A client's request, and the phase in which the client disconnects."""
+
+    number: int
+    arrival: float
+    prompt: list[int]
+    max_tokens: int
+    salt: bytes
+    priority: int
+    deadline: float | None
+    disconnects_in: Phase | None
+    pinned: str = ""  # the replica that it is placed on, if that is ready
+
+
+class SimTimers:
+    """On the clock of their router; lost when it is killed."""
+
+    def __init__(self, router: "SimRouter") -> None:
+        self._router = router
+
+    def now(self) -> float:
+        return self._router.clock()
+
+    def soon(self, call: Callable[[], None]) -> Callable[[], None]:
+        return self.after(0.0, call)
+
+    def after(self, seconds: float, call: Callable[[], None]) -> Callable[[], None]:
+        waiting = [call]
+
+        def fire() -> None:
+            for each in waiting:
+                each()
+
+        self._router.world.at(seconds / self._router.rate, fire, self._router)
+        return waiting.clear
 
 
 class SimRequest:
@@ -31,7 +81,7 @@ class SimRequest:
         self.revision = revision
         self.outcome = ""
         self.tokens: list[int] = []
-        self.failure: Exception | None = None
+        self.failure: Exception | None = None  # of the text, which has none here
         self.error: ApiError | None = None  # that the client receives
         self.placements: list[tuple[float, str]] = []  # times and names of replicas
         self.token_times: list[float] = []
@@ -102,8 +152,7 @@ class SimRequest:
     def placed(self, placed: Placed[Any]) -> None:
         replica_id = placed.replica.replica_id
         self.placements.append((self._world.now, replica_id))
-        if self._world.tracing:
-            self._world.log(f"request {self.spec.number} to {replica_id}, {len(self.tokens)} sent")
+        self._world.log("request {} to {}, {} sent", self.spec.number, replica_id, len(self.tokens))
 
     def add_tokens(
         self, attempt: Attempt, token_ids: Sequence[int], logprobs: Sequence[pb.TokenLogprobs], finish: int, error: str
@@ -127,8 +176,7 @@ class SimRequest:
             self.disconnect()
 
     def left(self, replica_id: str, outcome: Outcome, begun: bool) -> None:
-        if self._world.tracing:
-            self._world.log(f"request {self.spec.number} leaves {replica_id}: {outcome.value}")
+        self._world.log("request {} leaves {}: {}", self.spec.number, replica_id, outcome.value)
 
     def ended(self, attempt: Attempt | None, failure: Exception | None) -> None:
         if failure is not None and not isinstance(failure, ApiError):
@@ -142,8 +190,7 @@ class SimRequest:
     def _end(self, outcome: str) -> None:
         if self.outcome:
             raise InvariantViolation(f"request {self.spec.number} ends twice: {self.outcome}, {outcome}")
-        if self._world.tracing:
-            self._world.log(f"request {self.spec.number} ends: {outcome}")
+        self._world.log("request {} ends: {}", self.spec.number, outcome)
         self.outcome, self.ended_at = outcome, self._world.now
 
 

@@ -8,11 +8,9 @@ from headrace_router.core.fleet import Fleet
 from headrace_router.core.placement import FleetPlacement
 from headrace_router.core.policy import LeastLoad
 from headrace_router.core.policy.predicted import LEAST_TOKENS
-from support.simulation.client_request import ClientRequest
-from support.simulation.router_stream import RouterStream
-from support.simulation.sim_link import SimLink
+from support.simulation.sim_link import RouterStream, SimLink
 from support.simulation.sim_model import BLOCK
-from support.simulation.sim_request import SimRequest, State
+from support.simulation.sim_request import ClientRequest, SimRequest, State
 
 if TYPE_CHECKING:
     from support.simulation.sim_cluster import Cluster

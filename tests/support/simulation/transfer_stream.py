@@ -170,8 +170,7 @@ class TransferStream:
             self.message_faults -= 1
             self.disturbed = True
             kind = world.random.randrange(3)
-            if world.tracing:
-                world.log(f"faulty stream: {('loses', 'duplicates', 'swaps')[kind]} {message}")
+            world.log("faulty stream: {} {}", ("loses", "duplicates", "swaps")[kind], message)
             if kind == 0:
                 return
             if kind == 2:
