@@ -80,7 +80,7 @@ def test_keys_of_an_installed_release_are_kept(tmp_path: Path) -> None:
     data = {"cluster-secret": "b2xk", "api-keys": "a2V5cw=="}
     chart = tmp_path / "chart"
     shutil.copytree(CHART, chart)
-    for path in (chart / "templates").glob("*.yaml"):
+    for path in (chart / "templates").rglob("*.yaml"):
         if path.name != "secret.yaml":
             path.unlink()
     (chart / "templates" / "NOTES.txt").unlink()
