@@ -10,16 +10,12 @@ import pytest
 from headrace_cluster.controller import control_loop
 from headrace_cluster.controller.control_service import start_control_server
 from headrace_cluster.controller.members import member_list
-from headrace_cluster.controller.operations import Profiles
 from headrace_cluster.controller.status import router_status
 from headrace_cluster.core.backoff import Backoff
 from headrace_cluster.core.naming import ReplicaName
-from headrace_cluster.core.rank_config import ProfileOutcome
-from headrace_cluster.errors import ProfileError
 from headrace_proto import control_pb2, control_pb2_grpc, replica_pb2
 from headrace_proto.channel_options import NO_PROXY
 from headrace_proto.errors import ListenError
-from headrace_worker.profiling.report import Operator, ProfileReport
 from support.cluster.fake_driver import FakeDriver
 from support.cluster.fake_loop import Controlled, controlled
 from support.members import MEMBER, METADATA
@@ -206,30 +202,6 @@ def test_how_a_router_places_requests_is_shown() -> None:
         "m: the KV blocks of m-1 are not known: its events are missing",
         "n: placed by predicted, no request yet",
     ]
-
-
-def test_a_profile_of_the_selected_replica(driver: FakeDriver, eventually: Eventually) -> None:
-    operators = [Operator("aten::mm", 12, 3.4567, 0.75, False)]
-    report = ProfileReport("/profiles/smollm2-0-g1-r0.trace.json.gz", 4, 0.25, operators, "4 of 9 steps")
-
-    async def scenario() -> None:
-        async with controlled(driver, replicas=2) as control:
-            profiles = Profiles(control.loop)
-            await eventually(lambda: control.planner.ready)
-            driver.profiles = [ProfileOutcome(report)]
-            document = json.loads(json.dumps(await profiles.record("smollm2-0", 4, 1.0)))
-            assert (document["id"], document["generation"]) == ("smollm2-0", 1)
-            (trace,) = document["traces"]
-            assert (trace["path"], trace["steps"], trace["note"]) == (report.path, 4, "4 of 9 steps")
-            (operator,) = document["operators"]
-            assert (operator["name"], operator["milliseconds"], operator["share"]) == ("aten::mm", 3.457, 0.75)
-            driver.profiles = [ProfileOutcome(error="serve with --profile DIR")]
-            refusals = {"smollm2-0": "--profile DIR", "other": "no replica 'other'", None: "which replica"}
-            for name, words in refusals.items():
-                with pytest.raises(ProfileError, match=words):
-                    await profiles.record(name, 4, 1.0)
-
-    asyncio.run(scenario())
 
 
 async def _until(

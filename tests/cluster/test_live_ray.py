@@ -1,4 +1,4 @@
-"""With a real Ray: serves start, recover, stop and are killed as processes. The replicas have no engine."""
+"""Controllers in a real Ray that others started: they end, are killed and take over. The replicas have no engine."""
 
 import json
 import os
@@ -10,18 +10,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from headrace_cluster.local import state
-from headrace_cluster.local.child_guard import ProcessMark
 from support.child_environment import child_environment
 
 START_SECONDS = 90
 
 
-class LiveServe:
-    """One serve in a process group of its own."""
+class LiveController:
+    """One controller as a process."""
 
     def __init__(self, home: Path, **spec: Any) -> None:
         secret = home.with_suffix(".secret")  # a joined Ray needs it
@@ -37,13 +35,12 @@ class LiveServe:
         # The address of another Ray: it must not be used.
         environ = child_environment(HEADRACE_HOME=str(home), RAY_ADDRESS="192.0.2.55:6379")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "support.cluster.live_serve", json.dumps(defaults | spec)],
+            [sys.executable, "-m", "support.cluster.live_controller", json.dumps(defaults | spec)],
             env=environ,
             stdout=subprocess.PIPE,
             stderr=self.log.open("w"),
             start_new_session=True,
         )
-        self.folder = ""
 
     def state(self) -> dict[str, Any]:
         """Of its state file."""
@@ -66,25 +63,8 @@ class LiveServe:
         replicas = self.status()["replicas"]
         return [(r["id"], r["generation"], rank["pid"]) for r in replicas for rank in r["ranks"]]
 
-    def controller(self) -> int:
-        """Its process id; 0 while there is none."""
-        done = self.headrace("status", "--json")
-        return int(json.loads(done.stdout)["controller"]["pid"]) if done.returncode == 0 else 0
-
-    def await_ready(self) -> None:
-        _eventually(lambda: "is ready after" in self.stderr_text() or self.process.poll() is not None, START_SECONDS)
-        assert self.process.poll() is None, self.stderr_text()
-        children = psutil.Process(self.process.pid).children()
-        self.folder = next(folder for child in children if (folder := _ray_folder(child.pid)))
-
     def stderr_text(self) -> str:
         return self.log.read_text()
-
-    def remaining(self) -> list[int]:
-        """Processes that this serve started and that still run."""
-        mark = ProcessMark("HEADRACE_SERVE_ID=unknown", self.folder)
-        pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
-        return [pid for pid in pids if pid != os.getpid() and mark.matches(pid)]
 
     def close(self) -> None:
         if self.process.poll() is None:
@@ -92,44 +72,11 @@ class LiveServe:
         self.process.wait()
 
 
-def _ray_folder(pid: int) -> str:
-    """The log folder of a Ray process; empty for other processes."""
-    command = Path(f"/proc/{pid}/cmdline").read_text()
-    before, found, _ = command.partition("/session_2")
-    return before[before.rindex("/tmp/") :] if found else ""
-
-
 def _eventually(condition: Callable[[], object], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come true in time"
         time.sleep(0.1)
-
-
-def test_ranks_are_replaced_adopted_and_ended(tmp_path: Path) -> None:
-    live = LiveServe(tmp_path / "home", ray={"dashboard": False}, models=[{"source": "smollm2", "name": "m", "tp": 2}])
-    try:
-        live.await_ready()
-        # A killed rank is reported, and both ranks of the next build are new.
-        before = live.ranks()
-        os.kill(before[1][2], signal.SIGKILL)
-        _eventually(lambda: live.status()["replicas"][0]["generation"] == 2, 5)
-        _eventually(lambda: live.status()["replicas"][0]["state"] == "ready", 20)
-        assert f"rank 1 of m-0 (process {before[1][2]}) was killed" in live.stderr_text()
-        ranks = live.ranks()
-        assert not {pid for _, _, pid in ranks} & {pid for _, _, pid in before}
-        # The next controller takes the same ranks; one that hangs counts as lost.
-        for signal_number in (signal.SIGKILL, signal.SIGSTOP):
-            seen = {0, live.controller()}
-            os.kill(max(seen), signal_number)
-            _eventually(lambda: live.controller() not in seen, 40)  # noqa: B023
-            _eventually(lambda: live.ranks() == ranks, 10)
-        # After SIGKILL of the serve no process and no file remains.
-        live.process.kill()
-        _eventually(lambda: not live.remaining(), 10)
-        _eventually(lambda: list(live.home.glob("*-*")) == [], 2)
-    finally:
-        live.close()
 
 
 _HOLDER = """
@@ -190,8 +137,8 @@ def test_what_serves_in_a_joined_ray_outlives_its_controller(tmp_path: Path, joi
     """However it ends; the next one takes it up, and only `headrace stop` ends it."""
     home, ray, controllers = tmp_path / "home", {"address": joined_ray.address}, []
 
-    def control(**spec: object) -> LiveServe:
-        controllers.append(LiveServe(home, ray=ray, **spec))
+    def control(**spec: object) -> LiveController:
+        controllers.append(LiveController(home, ray=ray, **spec))
         _eventually(lambda: "is ready after" in controllers[-1].stderr_text() or _ended(controllers[-1]), START_SECONDS)
         assert not _ended(controllers[-1]), controllers[-1].stderr_text()
         return controllers[-1]
@@ -205,7 +152,7 @@ def test_what_serves_in_a_joined_ray_outlives_its_controller(tmp_path: Path, joi
         assert "the cluster goes on" in first.stderr_text()
         second = control()
         assert second.ranks() == before
-        other = LiveServe(tmp_path / "other", ray=ray)
+        other = LiveController(tmp_path / "other", ray=ray)
         assert other.process.wait(START_SECONDS) == 1 and "with another secret" in other.stderr_text()
         other.close()
         assert not _ended(second), "the one with the right secret goes on"
@@ -232,7 +179,7 @@ def test_a_replica_without_a_place_waits_while_the_others_serve(tmp_path: Path, 
     """Three replicas that need a core each where there are two, until one of them is drained."""
     cores = len(os.sched_getaffinity(0))
     models = [{"source": "smollm2", "replicas": cores + 1, "cpu_share": 1.0}]
-    live = LiveServe(tmp_path / "home", ray={"address": joined_ray.address}, models=models, logs={"files": False})
+    live = LiveController(tmp_path / "home", ray={"address": joined_ray.address}, models=models, logs={"files": False})
 
     def states() -> list[str]:
         return sorted(entry["state"] for entry in live.status()["replicas"])
@@ -252,5 +199,5 @@ def test_a_replica_without_a_place_waits_while_the_others_serve(tmp_path: Path, 
         live.close()
 
 
-def _ended(live: LiveServe) -> bool:
+def _ended(live: LiveController) -> bool:
     return live.process.poll() is not None

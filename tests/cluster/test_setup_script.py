@@ -230,17 +230,6 @@ def test_without_python_or_venv_the_apt_line(checkout: Checkout) -> None:
     assert code == 1 and "Python 3.11 or newer is needed" in err and "apt-get install" in err
 
 
-def test_through_a_link_from_elsewhere(checkout: Checkout, tmp_path: Path) -> None:
-    link = tmp_path / "bin"
-    link.mkdir()
-    (link / "headrace").symlink_to("../headrace")
-    out = subprocess.run(
-        [link / "headrace", "version"], env=checkout.environ, capture_output=True, text=True, check=True
-    )
-    assert out.stdout == "ran version\n"
-    assert (checkout.folder / ".venv").is_dir()
-
-
 @pytest.mark.parametrize("script", ["headrace", ".ci/run"])
 def test_scripts_are_clean(script: str, need_tool: Callable[[str, str], str]) -> None:
     shellcheck = need_tool("shellcheck", "apt-get install -y shellcheck")

@@ -96,11 +96,3 @@ def test_a_file_that_could_not_be_read_or_checked_is_read_again(mounted: Mounted
     assert mounted.file.reread() is None and "the network is down" in mounted.file.problem
     found = mounted.file.reread()
     assert found is not None and found[1].models[0].replicas == 3 and not mounted.file.problem
-
-
-def test_a_change_between_the_first_read_and_the_start_of_the_watch_is_found(mounted: Mounted) -> None:
-    before, spec = digest(mounted.path), mounted.build()
-    mounted.write("models: [{source: smollm2, replicas: 3}]")
-    file = SpecFile(mounted.path, before, spec, mounted.build, mounted.check)
-    found = file.reread()
-    assert found is not None and found[1].models[0].replicas == 3

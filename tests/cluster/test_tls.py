@@ -17,13 +17,11 @@ from headrace_cluster.cli.admin_client import AdminClient
 from headrace_cluster.cli.api_client import api_client
 from headrace_cluster.cli.servers import ServerChoice
 from headrace_cluster.controller.admin import admin_app, admin_server, listen
-from headrace_cluster.errors import CertificateError, NotRunningError, ServerChoiceError, ServerError, SpecError
-from headrace_cluster.launch.server_record import ServerRecord
+from headrace_cluster.errors import CertificateError, NotRunningError, ServerError, SpecError
 from headrace_cluster.launch.start_checks import check_tls
 from headrace_cluster.local import state
 from headrace_cluster.local.processes import ProcessId
 from headrace_cluster.spec.cluster_spec import ClusterSpec, parse_spec
-from headrace_cluster.spec.key_rules import KeyRules
 from headrace_router.access.tls_config import TlsConfig
 from headrace_router.access.tls_files import TlsFileError, TlsFiles
 from support.certificates import Authority
@@ -101,9 +99,6 @@ def test_commands_of_this_machine_accept_the_certificate_in_the_servers_file_alo
     _save(port, other)
     with pytest.raises(CertificateError, match="is not accepted"):  # although the same authority signed both
         AdminClient(ServerChoice()).call("GET", "/status")
-    other.write_bytes(b"nothing")
-    with pytest.raises(CertificateError, match="no certificate in PEM"):
-        AdminClient(ServerChoice()).call("GET", "/status")
 
 
 def test_a_server_elsewhere_is_verified_by_name_and_authority(
@@ -123,10 +118,6 @@ def test_a_server_elsewhere_is_verified_by_name_and_authority(
         models("localhost", ca=Authority(tmp_path, "another").file)
     with pytest.raises(CertificateError, match=r"missing \(--ca\)"):
         models("localhost", ca=tmp_path / "missing")
-    with pytest.raises(CertificateError, match="the certificate and its key"):
-        models("localhost", ca=authority.file, client_cert=authority.file)
-    with pytest.raises(SpecError, match="--host"):
-        models("ftp://localhost")
     with pytest.raises(NotRunningError):  # plain HTTP
         models("localhost")
     monkeypatch.setenv("HEADRACE_ADMIN_KEY", KEY)
@@ -161,17 +152,14 @@ def test_a_cluster_elsewhere_is_named_by_the_url_of_its_admin_api(
     with pytest.raises(SpecError, match="needs its key: --admin-key-file FILE"):
         AdminClient(ServerChoice(url="https://localhost"))
     monkeypatch.setenv("HEADRACE_ADMIN_KEY", KEY)
-    for url in ("https://", "http://localhost:8002/status", "http://localhost:port"):
-        with pytest.raises(SpecError, match=r"must be like https://HOST:8002"):
-            AdminClient(ServerChoice(url=url))
+    with pytest.raises(SpecError, match=r"must be like https://HOST:8002"):
+        AdminClient(ServerChoice(url="http://localhost:8002/status"))
     with pytest.raises(NotRunningError, match="no server answers at localhost:1"):
         AdminClient(ServerChoice(url="http://localhost:1")).call("GET", "/status")
-    with pytest.raises(ServerChoiceError, match="for servers on this machine"):
-        api_client(ServerChoice(url="http://localhost:1"), None, None)
 
 
-def _spec(files: dict[str, Path], **more: Any) -> ClusterSpec:
-    return parse_spec({"tls": {name: str(path) for name, path in files.items()}} | more)
+def _spec(files: dict[str, Path]) -> ClusterSpec:
+    return parse_spec({"tls": {name: str(path) for name, path in files.items()}})
 
 
 def test_a_start_refuses_files_that_cannot_be_used(files: dict[str, Path], authority: Authority) -> None:
@@ -180,14 +168,3 @@ def test_a_start_refuses_files_that_cannot_be_used(files: dict[str, Path], autho
         check_tls(_spec(files | {"key": authority.issue("other")[1]}))
     with pytest.raises(SpecError, match="--tls-cert and --tls-key belong together"):
         _spec({"cert": files["cert"]})
-
-
-def test_what_is_shown_has_the_scheme(files: dict[str, Path], authority: Authority) -> None:
-    spec = _spec(files | {"client_ca": authority.file}, auth={"keys": ["a-key-of-a-tenant"]})
-    record = ServerRecord(spec, with_router=True).state
-    assert (record.http_url, record.admin_url) == ("https://127.0.0.1:8000", "https://127.0.0.1:8002")
-    rules = KeyRules.of(spec)
-    assert rules.api == "needs a client certificate; needs an API key"
-    assert rules.health == "needs a client certificate; no key" and rules.metrics == "needs an API key"
-    assert spec.metrics_ports == (8003,), "probes have no client certificate"
-    assert _spec(files).metrics_ports == ()

@@ -73,33 +73,16 @@ def test_hadolint_finds_nothing(need_tool: Callable[[str, str], str]) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_each_image_has_a_tagged_base_and_no_latest() -> None:
-    (base,) = _of("", "ARG")
-    assert re.fullmatch(r"PYTHON_IMAGE=python:3\.\d+-slim", base)
-    outside = {stage.base for stage in STAGES.values() if stage.base not in STAGES}
-    assert outside == {"${PYTHON_IMAGE}"}, "all stages have the same Python: Ray compares it"
-    assert "latest" not in DOCKERFILE.read_text()
-
-
 @pytest.mark.parametrize("image", IMAGES)
-def test_an_image_runs_the_command_as_another_user_than_root(image: str) -> None:
+def test_an_image_runs_the_command_as_a_user_that_owns_its_folder(image: str) -> None:
     assert _of(image, "USER")[-1] == USER
     assert STAGES[image].instructions[-1][0] in ("USER", "EXPOSE"), "nothing is installed after USER"
     assert json.loads(_of(image, "ENTRYPOINT")[-1]) == ["headrace"]
     assert json.loads(_of(image, "CMD")[-1]) == ["--help"]
-    assert not _of(image, "HEALTHCHECK"), "it would be that of `serve`, and the images run other commands, too"
-
-
-@pytest.mark.parametrize("image", IMAGES)
-def test_state_and_caches_are_below_one_folder_of_the_user(image: str) -> None:
     environment = _environment(image)
-    assert environment["USER"] == "headrace"
-    assert environment["PYTHONDONTWRITEBYTECODE"] == "1"
-    assert environment["PATH"].startswith("/opt/venv/bin:")
     for name in ("HOME", "HEADRACE_HOME", "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
         assert environment[name].startswith("/var/lib/headrace/"), name
     made = " ".join(_of(image, "RUN"))
-    assert "useradd --uid 10001 --gid 10001" in made
     assert re.search(rf"install -d -o 10001 -g 10001 -m 0700 [^&]*{re.escape(environment['HEADRACE_HOME'])}", made)
 
 

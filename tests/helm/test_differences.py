@@ -56,7 +56,6 @@ def test_settings_of_routers_replace_routers_alone(changes: dict[str, Any]) -> N
     [
         ({"workers__serving": {"memory": "9Gi"}}, {"head": False, "serving": True}),
         ({"head__shm": "512Mi"}, {"head": True, "serving": False}),
-        ({"image__tag": "0.2.0"}, {"head": True, "serving": True}),
         ({"extra__env": [{"name": "A", "value": "b"}]}, {"head": True, "serving": True}),
         ({"workers__serving": {"replicas": 2, "cpus": 4}}, {"head": False, "serving": False}),
         ({"router__replicas": 3}, {"head": False, "serving": False}),

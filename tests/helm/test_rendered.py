@@ -44,18 +44,6 @@ def test_the_page_of_deployment_installs_each_values_file() -> None:
 
 
 @pytest.mark.parametrize("values", CI_FILES)
-def test_install_shows_the_next_three_commands(values: str) -> None:
-    _, _, notes = run_helm(
-        "install", "headrace", str(CHART), "-f", values_file(values), "--dry-run=client", "--namespace", "llm"
-    ).partition("NOTES:\n")
-    numbered = [line for line in notes.splitlines() if line[:2] in ("1.", "2.", "3.")]
-    commands = [line for line in notes.splitlines() if line.startswith(("   kubectl ", "   helm ", "   curl "))]
-    assert len(numbered) == 3 and len(commands) >= 3, notes
-    assert all("-n llm " in line for line in commands if not line.startswith("   curl ")), notes
-    assert ("Authorization" in notes) == (values != "no-auth")
-
-
-@pytest.mark.parametrize("values", CI_FILES)
 def test_objects_match_their_schemas(values: str) -> None:
     objects = render(values, LONG_NAME)
     known = [found for found in objects if found["kind"] != "RayCluster" and found["apiVersion"] not in FOREIGN]

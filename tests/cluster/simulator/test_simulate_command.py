@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -11,25 +12,32 @@ from headrace_cluster.cli import main
 from headrace_cluster.simulator.errors import SimulationError
 from headrace_cluster.simulator.latency_model import latency_model
 
-
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr("sys.argv", ["headrace", "simulate", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    return int(str(ended.value.code or 0))
+Run = Callable[..., tuple[int, str, str]]
 
 
-def test_results_are_shown_and_written(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """run(arguments...): the exit status, and what was printed to standard output and standard error."""
+
+    def simulate(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["headrace", "simulate", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        printed = capsys.readouterr()
+        return int(str(ended.value.code or 0)), printed.out, printed.err
+
+    return simulate
+
+
+def test_results_are_shown_and_written(run: Run, tmp_path: Path) -> None:
     faults = "kill:m0-r1@60+20,slow:m1-r0@3+6x4,add:m0-r0@90"
     options = [
         "--trace", "CHAT", "--limit", "20", "--replicas", "1", "--prefill", "1", "--decode", "2", "--models", "2",
         "--spread", "0.1", "--seed", "3", "--routers", "2", "--block-size", "32", "--disaggregation", "always",
         "--speed", "2", "--faults", faults, "--out", str(tmp_path / "out"),
     ]  # fmt: skip
-    assert not run(monkeypatch, *options)
-    shown = capsys.readouterr().out
+    status, shown, _ = run(*options)
+    assert status == 0
     for word in ("hit rate", "TTFT", "TPOT", "goodput", "imbalance", "decision", "h200-8b: by arithmetic"):
         assert word in shown
     assert "cache        25000 blocks of 32 tokens per replica" in shown
@@ -57,21 +65,14 @@ def _azure(folder: Path) -> str:
     return str(path)
 
 
-def test_a_trace_without_hashes_has_no_hit_rate(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    assert not run(monkeypatch, "--trace", _azure(tmp_path), "--replicas", "1")
-    assert "the trace has no hashes" in capsys.readouterr().out
+def test_a_trace_without_hashes_has_no_hit_rate(run: Run, tmp_path: Path) -> None:
+    assert "the trace has no hashes" in run("--trace", _azure(tmp_path), "--replicas", "1")[1]
 
 
-def test_a_load_is_a_share_of_what_round_robin_serves(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rates = []
-    for load in ("0.5", "1.0"):
-        assert not run(monkeypatch, "--trace", "chat", "--limit", "60", "--replicas", "2", "--load", load, "--json")
-        rates.append(json.loads(capsys.readouterr().out)["arrivals_per_second"])
-    assert rates[1] == pytest.approx(2 * rates[0])
+def test_a_load_is_a_share_of_what_round_robin_serves(run: Run) -> None:
+    options = ("--trace", "chat", "--limit", "60", "--replicas", "2", "--json", "--load")
+    half, full = (json.loads(run(*options, load)[1])["arrivals_per_second"] for load in ("0.5", "1.0"))
+    assert full == pytest.approx(2 * half)
 
 
 @pytest.mark.parametrize(
@@ -93,26 +94,18 @@ def test_a_load_is_a_share_of_what_round_robin_serves(
         (["--trace", "chat", "--limit", "5", "--cache-blocks", "1"], 1, "pass --cache-blocks"),
     ],
 )
-def test_errors_are_sentences(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    status: int,
-    sentence: str,
-) -> None:
+def test_errors_are_sentences(run: Run, arguments: list[str], status: int, sentence: str) -> None:
     """Wrong options are found before the trace is read."""
     trace = [] if "--trace" in arguments else ["--trace", "missing.jsonl"]
-    assert run(monkeypatch, *trace, *arguments) == status
-    assert sentence in " ".join(capsys.readouterr().err.split())
+    code, _, err = run(*trace, *arguments)
+    assert code == status and sentence in " ".join(err.split())
 
 
-def test_the_policy_session_needs_sessions(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    assert run(monkeypatch, "--trace", _azure(tmp_path), "--policy", "Session") == 2
-    assert "have no sessions" in capsys.readouterr().err
-    assert not run(monkeypatch, "--trace", "chat", "--limit", "20", "--policy", "Session", "--json")
-    assert json.loads(capsys.readouterr().out)["policy"] == "session"
+def test_the_policy_session_needs_sessions(run: Run, tmp_path: Path) -> None:
+    status, _, err = run("--trace", _azure(tmp_path), "--policy", "Session")
+    assert status == 2 and "have no sessions" in err
+    _, out, _ = run("--trace", "chat", "--limit", "20", "--policy", "Session", "--json")
+    assert json.loads(out)["policy"] == "session"
 
 
 def test_a_latency_file_is_checked(tmp_path: Path) -> None:
@@ -128,14 +121,10 @@ def test_a_latency_file_is_checked(tmp_path: Path) -> None:
         latency_model("missing.json")
 
 
-def test_rates_count_the_time_of_failed_requests(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rates_count_the_time_of_failed_requests(run: Run) -> None:
     """All are lost early: what was served until then is no rate of the whole run."""
     options = ("--trace", "chat", "--limit", "40", "--replicas", "1", "--faults", "kill:m0-r0@10+1000", "--json")
-    assert not run(monkeypatch, *options)
-    result = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    result = json.loads(run(*options)[1], parse_constant=pytest.fail)
     assert result["failed"] > 10 and result["goodput"] <= result["arrivals_per_second"]
-    assert not run(monkeypatch, *options, "--policy", "least-load")
-    result = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    result = json.loads(run(*options, "--policy", "least-load")[1], parse_constant=pytest.fail)
     assert result["prediction_error"] == {"p50": None, "p90": None, "p99": None}

@@ -10,7 +10,6 @@ from headrace_cluster.simulator.errors import TraceError
 from headrace_cluster.simulator.lru_bound import hit_rate_bound
 from headrace_cluster.simulator.trace import Trace, TraceRequest, read_trace, token_ids
 
-TRACES = Path(__file__).parents[4] / "shared" / "traces"
 MOONCAKE = '{"timestamp": %d, "input_length": %d, "output_length": 5, "hash_ids": %s}\n'
 
 
@@ -106,11 +105,3 @@ def test_the_bound_is_of_the_simulated_blocks() -> None:
     assert hit_rate_bound(same, 100, 16, models=2) == 0.0
     moved = Trace("t", [request((1, 2), 1024), request((2, 1), 1024)], 512, hashed=True)
     assert hit_rate_bound(moved, 100, 16) == 0.0, "equal tokens after others are other blocks"
-
-
-@pytest.mark.skipif(not TRACES.exists(), reason="the traces are not here")
-def test_the_traces_are_those_that_their_notes_describe() -> None:
-    trace = read_trace(TRACES / "conversation_trace.head.jsonl")
-    assert len(trace.requests) == 8365
-    assert trace.seconds == pytest.approx(2535, abs=5)
-    assert len(read_trace(TRACES / "AzureLLMInferenceTrace_code.csv").requests) == 8819
