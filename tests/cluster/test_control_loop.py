@@ -10,7 +10,6 @@ import pytest
 from headrace_cluster.controller import control_loop
 from headrace_cluster.controller.control_service import start_control_server
 from headrace_cluster.controller.members import member_list
-from headrace_cluster.controller.status import router_status
 from headrace_cluster.core.backoff import Backoff
 from headrace_cluster.core.naming import ReplicaName
 from headrace_proto import control_pb2, control_pb2_grpc, replica_pb2
@@ -186,22 +185,6 @@ def test_the_next_controller_takes_up_what_runs(driver: FakeDriver, eventually: 
 
 
 # -- documents ------------------------------------------------------------------------------------------------------
-
-
-def test_how_a_router_places_requests_is_shown() -> None:
-    from headrace_cluster.cli.status import placement_lines
-
-    placed = control_pb2.ModelPlacement(
-        model="m", policy="predicted", prompt_tokens=200, cached_tokens=150, placements=8, cache_placements=6,
-        unknown_caches={"m-1": "its events are missing"},
-    )  # fmt: skip
-    idle = control_pb2.ModelPlacement(model="n", policy="predicted")
-    document = router_status(control_pb2.RouterInfo(id="r-1"), "", [placed, idle])
-    assert [line for entry in document["placement"] for line in placement_lines(entry)] == [
-        "m: placed by predicted, 75% of prompt tokens cached, 6 of 8 placements followed a cache",
-        "m: the KV blocks of m-1 are not known: its events are missing",
-        "n: placed by predicted, no request yet",
-    ]
 
 
 async def _until(

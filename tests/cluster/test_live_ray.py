@@ -37,19 +37,14 @@ class LiveController:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "support.cluster.live_controller", json.dumps(defaults | spec)],
             env=environ,
-            stdout=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
             stderr=self.log.open("w"),
             start_new_session=True,
         )
 
-    def state(self) -> dict[str, Any]:
-        """Of its state file."""
-        files = [json.loads(path.read_text()) for path in self.home.glob("serve-*.json")]
-        (found,) = [each for each in files if each["pid"] == self.process.pid]
-        return dict(found)
-
     def headrace(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
-        port = str(self.state()["admin_port"])
+        states = [json.loads(path.read_text()) for path in self.home.glob("serve-*.json")]
+        (port,) = [str(found["admin_port"]) for found in states if found["pid"] == self.process.pid]
         command = [sys.executable, "-m", "headrace_cluster", *arguments, "--admin-port", port]
         environ = os.environ | {"HEADRACE_HOME": str(self.home)}
         return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)

@@ -158,13 +158,12 @@ def test_a_cluster_elsewhere_is_named_by_the_url_of_its_admin_api(
         AdminClient(ServerChoice(url="http://localhost:1")).call("GET", "/status")
 
 
-def _spec(files: dict[str, Path]) -> ClusterSpec:
-    return parse_spec({"tls": {name: str(path) for name, path in files.items()}})
-
-
 def test_a_start_refuses_files_that_cannot_be_used(files: dict[str, Path], authority: Authority) -> None:
-    check_tls(_spec(files))
+    def spec(**paths: Path) -> ClusterSpec:
+        return parse_spec({"tls": {name: str(path) for name, path in paths.items()}})
+
+    check_tls(spec(**files))
     with pytest.raises(TlsFileError, match="is not that of"):
-        check_tls(_spec(files | {"key": authority.issue("other")[1]}))
+        check_tls(spec(cert=files["cert"], key=authority.issue("other")[1]))
     with pytest.raises(SpecError, match="--tls-cert and --tls-key belong together"):
-        _spec({"cert": files["cert"]})
+        spec(cert=files["cert"])

@@ -45,23 +45,21 @@ def _expression(text: str) -> str:
     return text.replace("$__rate_interval", "1m").replace("$model", ".*")
 
 
-def test_the_prometheus_config_is_valid(need_tool: Callable[[str, str], str], tmp_path: Path) -> None:
+def test_prometheus_scrapes_the_metrics_address_with_its_key(
+    need_tool: Callable[[str, str], str], tmp_path: Path
+) -> None:
     config = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())
     (job,) = config["scrape_configs"]
-    (tmp_path / "key").write_text("a-key")
-    job["authorization"]["credentials_file"] = str(tmp_path / "key")  # promtool reads it
-    (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(config))
-    _promtool(need_tool(*PROMTOOL), "check", "config", str(tmp_path / "prometheus.yml"))
-
-
-def test_prometheus_scrapes_the_metrics_address_with_its_key() -> None:
-    (job,) = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())["scrape_configs"]
     server = COMPOSE["services"]["headrace"]
     (port,) = [word.partition("=")[2] for word in server["command"] if word.startswith("--metrics-port")]
     assert job["static_configs"] == [{"targets": [f"headrace:{port}"]}]
     (file,) = [word.partition("=")[2] for word in server["command"] if word.startswith("--metrics-key-file")]
     assert job["authorization"]["credentials_file"] == file == "/run/secrets/metrics-key"
     assert "metrics-key" in COMPOSE["services"]["prometheus"]["secrets"]
+    (tmp_path / "key").write_text("a-key")
+    job["authorization"]["credentials_file"] = str(tmp_path / "key")  # promtool reads it
+    (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(config))
+    _promtool(need_tool(*PROMTOOL), "check", "config", str(tmp_path / "prometheus.yml"))
 
 
 def test_metrics_of_the_board_are_served() -> None:

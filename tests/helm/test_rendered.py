@@ -5,7 +5,6 @@ import shlex
 from pathlib import Path
 
 import pytest
-import yaml
 
 from headrace_cluster.spec.settings import build_spec
 from support.helm.chart import (
@@ -76,20 +75,12 @@ def test_the_config_map_holds_specs(values: str, tmp_path: Path) -> None:
         if key == "cluster.yaml":
             assert (spec.control.port, spec.admin.port, spec.ray.address) == (8004, 0, "127.0.0.1:6379")
             assert spec.health.drain_seconds == 600
-            assert [model.source for model in spec.models] == [model["source"] for model in _models(values)]
         else:
             assert (spec.routers.port, spec.routers.grpc_port, spec.metrics_ports) == (8000, 8001, (8003,))
             assert spec.metrics_host == "0.0.0.0"
             assert spec.auth.has_keys != spec.auth.allow_no_auth
             assert spec.routers.shutdown_seconds == spec.limits.request_seconds == 600
             assert spec.tls.enabled == (values == "tls")
-
-
-def _models(values: str) -> list[dict[str, str]]:
-    files = (CHART / "ci" / f"{values}-values.yaml", CHART / "values.yaml")
-    documents = [yaml.safe_load(file.read_text()) for file in files]
-    found: list[dict[str, str]] = next(document["spec"]["models"] for document in documents if "spec" in document)
-    return found
 
 
 def test_values_of_zero_and_false_are_kept() -> None:

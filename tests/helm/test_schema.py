@@ -12,12 +12,9 @@ from support.helm.chart import CHART, ROOT
 GENERATOR: dict[str, Any] = runpy.run_path(str(ROOT / "helm" / "schema.py"))
 
 
-def test_the_schema_is_current() -> None:
+def test_the_schema_and_the_table_of_the_readme_are_current() -> None:
     text = (CHART / "values.schema.json").read_text(encoding="utf-8")
     assert text == GENERATOR["schema_text"](), "run: python helm/schema.py"
-
-
-def test_the_table_of_the_readme_is_current() -> None:
     assert (CHART / "README.md").read_text(encoding="utf-8") == GENERATOR["readme"](), "run: python helm/schema.py"
 
 
