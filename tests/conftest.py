@@ -29,7 +29,6 @@ for _signal in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
 HERE = Path(__file__).parent
 FAULTS = {  # area: files and folders of tests that start servers or ranks, send signals, or wait in real time
     "cluster": (
-        "cluster/test_admin_server.py",
         "cluster/test_cli_logs.py",
         "cluster/test_cli_replicas.py",
         "cluster/test_control_loop.py",

@@ -10,16 +10,11 @@ import pytest
 from headrace_cluster.controller import control_loop
 from headrace_cluster.controller.control_service import start_control_server
 from headrace_cluster.controller.members import member_list
-from headrace_cluster.controller.operations import Profiles
-from headrace_cluster.controller.status import router_status
 from headrace_cluster.core.backoff import Backoff
 from headrace_cluster.core.naming import ReplicaName
-from headrace_cluster.core.rank_config import ProfileOutcome
-from headrace_cluster.errors import AdoptionError, ProfileError
 from headrace_proto import control_pb2, control_pb2_grpc, replica_pb2
 from headrace_proto.channel_options import NO_PROXY
-from headrace_proto.errors import ListenError, MemoryTooSmallError
-from headrace_worker.profiling.report import Operator, ProfileReport
+from headrace_proto.errors import ListenError
 from support.cluster.fake_driver import FakeDriver
 from support.cluster.fake_loop import Controlled, controlled
 from support.members import MEMBER, METADATA
@@ -124,30 +119,6 @@ def test_a_router_watches_and_what_it_hears_counts(driver: FakeDriver, eventuall
     asyncio.run(scenario())
 
 
-def test_a_failed_first_start_is_fatal(driver: FakeDriver, eventually: Eventually) -> None:
-    driver.failures = [MemoryTooSmallError("too little memory")]
-
-    async def scenario() -> None:
-        async with controlled(driver) as control:
-            await eventually(lambda: control.planner.fatal == "too little memory")
-            assert control.status()["replicas"][0]["note"] == "too little memory"
-
-    asyncio.run(scenario())
-
-
-def test_without_a_place_the_reason_is_shown_and_the_others_serve(driver: FakeDriver, eventually: Eventually) -> None:
-    driver.without_place = {"smollm2-1"}
-
-    async def scenario() -> None:
-        async with controlled(driver, replicas=2) as control:
-            await eventually(lambda: control.states() == ["ready", "pending"])
-            await eventually(lambda: "needs 1 GPU" in control.status()["replicas"][1]["note"])
-            driver.without_place.clear()
-            await eventually(lambda: control.planner.ready)
-
-    asyncio.run(scenario())
-
-
 # -- failures -------------------------------------------------------------------------------------------------------
 
 
@@ -213,98 +184,7 @@ def test_the_next_controller_takes_up_what_runs(driver: FakeDriver, eventually: 
     asyncio.run(scenario())
 
 
-def test_a_controller_with_another_secret_ends_without_an_effect(driver: FakeDriver, eventually: Eventually) -> None:
-    async def scenario() -> None:
-        async with controlled(driver) as control:
-            await eventually(lambda: control.planner.ready)
-            other = Controlled(driver)
-            other.planner._secrets = lambda: (b"another",)
-            with pytest.raises(AdoptionError, match=r"another secret: pass its file with --secret-file"):
-                await other.loop.open()
-            assert control.planner.ready and not driver.named("end")
-
-    asyncio.run(scenario())
-
-
 # -- documents ------------------------------------------------------------------------------------------------------
-
-
-def test_what_a_replica_claims_to_be_is_not_published(driver: FakeDriver, eventually: Eventually) -> None:
-    """Its reports would count for another build."""
-
-    async def scenario() -> None:
-        async with controlled(driver) as control:
-            await eventually(lambda: control.planner.ready)
-            driver.replicas[FIRST].config = driver.replicas[FIRST].config.__class__(
-                replica_id="m-9", generation=9, model="x" * 1000, source=""
-            )
-            await asyncio.sleep(0.2)
-            ((member,), _) = member_list(control.loop.spec, 5, control.planner)
-            assert (member.identity.replica_id, member.identity.generation) == ("smollm2-0", 1)
-            assert member.ByteSize() < 200
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.parametrize("usage", [float("nan"), float("inf"), -float("inf"), 0.25])
-def test_numbers_that_json_does_not_have(driver: FakeDriver, eventually: Eventually, usage: float) -> None:
-    async def scenario() -> None:
-        async with controlled(driver) as control:
-            await eventually(lambda: control.planner.ready and FIRST in control.loop.health)
-            control.loop.health[FIRST] = replica_pb2.ReplicaHealth(load=replica_pb2.Load(running=1, kv_usage=usage))
-            document = json.loads(json.dumps(control.status(), allow_nan=False))
-            assert document["replicas"][0]["load"]["kv_usage"] == (0.25 if usage == 0.25 else 0.0)
-
-    asyncio.run(scenario())
-
-
-def test_how_a_router_places_requests_is_shown() -> None:
-    from headrace_cluster.cli.status import placement_lines
-
-    placed = control_pb2.ModelPlacement(
-        model="m", policy="predicted", prompt_tokens=200, cached_tokens=150, placements=8, cache_placements=6,
-        unknown_caches={"m-1": "its events are missing"},
-    )  # fmt: skip
-    idle = control_pb2.ModelPlacement(model="n", policy="predicted")
-    document = router_status(control_pb2.RouterInfo(id="r-1"), "", [placed, idle])
-    assert [line for entry in document["placement"] for line in placement_lines(entry)] == [
-        "m: placed by predicted, 75% of prompt tokens cached, 6 of 8 placements followed a cache",
-        "m: the KV blocks of m-1 are not known: its events are missing",
-        "n: placed by predicted, no request yet",
-    ]
-
-
-def test_a_profile_of_the_selected_replica(driver: FakeDriver, eventually: Eventually) -> None:
-    operators = [Operator("aten::mm", 12, 3.4567, 0.75, False)]
-    report = ProfileReport("/profiles/smollm2-0-g1-r0.trace.json.gz", 4, 0.25, operators, "4 of 9 steps")
-
-    async def scenario() -> None:
-        async with controlled(driver, replicas=2) as control:
-            profiles = Profiles(control.loop)
-            await eventually(lambda: control.planner.ready)
-            driver.profiles = [ProfileOutcome(report)]
-            document = json.loads(json.dumps(await profiles.record("smollm2-0", 4, 1.0)))
-            trace = {
-                "rank": 0,
-                "node": "here",
-                "path": report.path,
-                "steps": 4,
-                "seconds": 0.25,
-                "note": "4 of 9 steps",
-            }
-            assert (document["id"], document["generation"], document["traces"]) == ("smollm2-0", 1, [trace])
-            (operator,) = document["operators"]
-            assert (operator["name"], operator["milliseconds"], operator["share"]) == ("aten::mm", 3.457, 0.75)
-            driver.profiles = [ProfileOutcome(error="serve with --profile DIR")]
-            for name, words in (
-                ("smollm2-0", "--profile DIR"),
-                ("other", "no replica 'other'"),
-                (None, "which replica"),
-            ):
-                with pytest.raises(ProfileError, match=words):
-                    await profiles.record(name, 4, 1.0)
-
-    asyncio.run(scenario())
 
 
 async def _until(

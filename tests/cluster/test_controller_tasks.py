@@ -14,7 +14,6 @@ import pytest
 from headrace_cluster.controller.control_loop import ControlLoop
 from headrace_cluster.controller.spec_file import SpecFile, digest
 from headrace_cluster.core.words import Lease, Words
-from headrace_cluster.errors import ControllerTakenError
 from headrace_cluster.ray import connection, names
 from headrace_cluster.ray import controller as controller_module
 from headrace_cluster.ray.controller import Controller, LeaseLostError
@@ -155,18 +154,6 @@ def test_a_controller_ends_when_another_one_acts_and_makes_no_call_of_ray(
             await eventually(lambda: controller.ended.is_set() and controller.taken)
 
     asyncio.run(scenario())
-
-
-def test_a_controller_that_was_paused_while_it_started_does_not_take_over(record: _Record) -> None:
-    record.leases.append(Lease(id="started later", epoch=2))
-
-    async def scenario() -> None:
-        with pytest.raises(ControllerTakenError, match="another controller took over the cluster 'headrace'"):
-            async with _opened(record):
-                pass
-
-    asyncio.run(scenario())
-    assert record.leases[-1].id == "started later"
 
 
 def test_a_controller_ends_when_its_node_has_left_ray(

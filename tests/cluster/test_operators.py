@@ -71,11 +71,8 @@ async def _listed(control: Controlled) -> dict[str, str]:
     [
         ("/role", "{}", "replica"),
         ("/role", '{"replica": "a", "role": "both", "model": "x"}', "model"),
-        ("/role", '{"replica": 7, "role": "both"}', "replica"),
         ("/drain", '{"replica": "a", "seconds": -1}', "seconds"),
         ("/drain", '{"replica": "a", "seconds": NaN}', "seconds"),
-        ("/drain", '{"replica": "a", "seconds": 1e400}', "seconds"),
-        ("/drain", '{"replica": "a", "force": "perhaps"}', "force"),
         ("/undrain", "[]", "body"),
     ],
 )
@@ -127,34 +124,27 @@ def test_a_drain_waits_for_requests_then_the_replica_stays_down(driver: FakeDriv
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("unresponsive", [False, True])
-def test_a_drain_ends_at_its_deadline(driver: FakeDriver, eventually: Eventually, unresponsive: bool) -> None:
-    """Also of a rank that is not reached."""
-
+def test_a_drain_of_a_rank_that_is_not_reached_ends_at_its_deadline(driver: FakeDriver, eventually: Eventually) -> None:
     async def scenario() -> None:
         async with _api(driver, eventually, replicas=2) as (control, post):
             driver.replicas[FIRST].running = 1
-            driver.unresponsive = {FIRST} if unresponsive else set()
+            driver.unresponsive = {FIRST}
             await post("/drain", replica="smollm2-0", seconds=0.3)
             await eventually(lambda: control.states() == ["drained", "ready"])
 
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize(
-    ("replica_id", "words"),
-    [("other-0", ("no replica 'other-0'", "smollm2-0, smollm2-1")), ("smollm2-0", ("could decode", "--force"))],
-)
-def test_refused_drains(
-    driver: FakeDriver, eventually: Eventually, replica_id: str, words: tuple[str, ...], monkeypatch: Any
-) -> None:
+def test_refused_drains(driver: FakeDriver, eventually: Eventually, monkeypatch: pytest.MonkeyPatch) -> None:
     """smollm2-1 is drained at the same time: it does not count any more."""
 
     async def scenario() -> None:
         async with _api(driver, eventually, replicas=2) as (control, post):
             await post("/drain", replica="smollm2-1")
-            code, sentence = await post("/drain", replica=replica_id)
-            assert code == 409 and all(word in sentence for word in words)
+            refusals = {"other-0": ("no replica 'other-0'", "smollm2-0, smollm2-1"), "smollm2-0": ("decode", "--force")}
+            for replica_id, words in refusals.items():
+                code, sentence = await post("/drain", replica=replica_id)
+                assert code == 409 and all(word in sentence for word in words)
             monkeypatch.setattr(operations, "SAVE_SECONDS", 0.05)
             driver.errors["save"] = [RuntimeError("no GCS")] * 3
             code, document = await post("/drain", replica="smollm2-0", seconds=0, force=True)
@@ -236,21 +226,10 @@ def test_a_rollout_builds_a_replica_again_beside_the_old_build(driver: FakeDrive
             assert [(build["generation"], build["state"]) for build in entry["beside"]] == [(1, "draining")]
             driver.replicas[FIRST].running = 0
             await eventually(lambda: FIRST not in driver.ranks and not control.status()["replicas"][0]["beside"])
-
-    asyncio.run(scenario())
-
-
-def test_a_next_build_that_fails_changes_nothing(driver: FakeDriver, eventually: Eventually) -> None:
-    async def scenario() -> None:
-        async with _api(driver, eventually) as (control, post):
             driver.failures = [MemoryTooSmallError("too little memory")]
             await post("/rollout")
             await eventually(lambda: "--allow-gap" in control.status()["replicas"][0]["roll_failed"])
-            await eventually(lambda: SECOND not in driver.ranks)
-            assert control.states() == ["ready"] and FIRST in driver.ranks
-            await post("/rollout")
-            await eventually(lambda: FIRST not in driver.ranks and control.states() == ["ready"])
-            assert control.status()["replicas"][0]["roll_failed"] == ""
+            assert control.states() == ["ready"] and SECOND in driver.ranks, "a next build that fails changes nothing"
 
     asyncio.run(scenario())
 
@@ -278,17 +257,6 @@ def test_a_model_is_scaled_until_the_spec_says_another_number(driver: FakeDriver
             code, sentence = await post("/scale", pool="smollm2.decode", replicas=1)
             assert code == 409 and "there is no model or pool 'smollm2.decode'; there are: smollm2" in sentence
             assert (await post("/scale", pool="smollm2", replicas=0))[0] == 400
-
-    asyncio.run(scenario())
-
-
-def test_a_pool_is_scaled_by_its_name(driver: FakeDriver, eventually: Eventually) -> None:
-    async def scenario() -> None:
-        async with _api(driver, eventually, **POOLS) as (control, post):
-            code, document = await post("/scale", pool="smollm2.prefill", replicas=2)
-            assert code == 200 and document["changes"][0].startswith("smollm2: prefill {")
-            await eventually(lambda: control.states() == ["ready"] * 4)
-            assert sorted((await _listed(control)).values()) == ["decode", "decode", "prefill", "prefill"]
 
     asyncio.run(scenario())
 
@@ -349,11 +317,8 @@ def test_other_models_are_applied(driver: FakeDriver, eventually: Eventually) ->
 def test_a_role_is_published_at_once_and_outlives_the_build(driver: FakeDriver, eventually: Eventually) -> None:
     async def scenario() -> None:
         async with _api(driver, eventually, **POOLS) as (control, post):
-            assert [(r["id"], r["role"]) for r in control.status()["replicas"]] == [
-                ("smollm2-0", "decode"),
-                ("smollm2-1", "decode"),
-                ("smollm2-2", "prefill"),
-            ]
+            expected = {"smollm2-0": "decode", "smollm2-1": "decode", "smollm2-2": "prefill"}
+            assert {replica["id"]: replica["role"] for replica in control.status()["replicas"]} == expected
             for replica_id, role, before in (("smollm2-2", "both", "prefill"), ("smollm2-0", "prefill", "decode")):
                 code, document = await post("/role", replica=replica_id, role=role)
                 assert code == 200 and document.pop("seconds") < 1
@@ -366,31 +331,30 @@ def test_a_role_is_published_at_once_and_outlives_the_build(driver: FakeDriver, 
             driver.kill(FIRST)
             await eventually(lambda: SECOND in driver.ranks and control.planner.ready)
             assert driver.replicas[SECOND].role == "prefill" == (await _listed(control))["smollm2-0"]
+            code, document = await post("/scale", pool="smollm2.prefill", replicas=2)
+            assert code == 200 and document["changes"][0].startswith("smollm2: prefill {")
+            await eventually(lambda: control.states() == ["ready"] * 4)
 
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize(
-    ("replica_id", "role", "words"),
-    [
+def test_refused_roles(driver: FakeDriver, eventually: Eventually) -> None:
+    """One of the two decode replicas starts again."""
+    refusals = [
         ("other-0", "decode", ("no replica 'other-0'", "smollm2-0, smollm2-1, smollm2-2")),
         ("smollm2-0", "encode", ("prefill, decode or both", "'encode'")),
         ("smollm2-0", "prefill", ("smollm2-0 is the only ready replica", "another one")),
         ("smollm2-1", "prefill", ("smollm2-1 is starting", "ready")),
-    ],
-)
-def test_refused_roles(
-    driver: FakeDriver, eventually: Eventually, replica_id: str, role: str, words: tuple[str, ...]
-) -> None:
-    """One of the two decode replicas starts again."""
+    ]
 
     async def scenario() -> None:
         async with _api(driver, eventually, **POOLS) as (control, post):
             driver.start_gate.clear()
             driver.kill(OTHER)
             await eventually(lambda: control.states()[1] == "starting")
-            code, sentence = await post("/role", replica=replica_id, role=role)
-            assert code == 409 and all(word in sentence for word in words), sentence
+            for replica_id, role, words in refusals:
+                code, sentence = await post("/role", replica=replica_id, role=role)
+                assert code == 409 and all(word in sentence for word in words), sentence
             assert (await _listed(control))["smollm2-0"] == "decode" and not driver.named("role")
             driver.start_gate.set()
 

@@ -11,7 +11,7 @@ import pytest
 import ray
 import ray.util
 
-from headrace_cluster.core.rank_config import NODE_HOST, Binding, RankReport, Stage, bind_gpus, config_digest
+from headrace_cluster.core.rank_config import NODE_HOST, Binding, RankReport, Stage, config_digest
 from headrace_cluster.ray.rank_actor import RankActor
 from headrace_proto.role import Role
 from headrace_worker.comm.errors import RankLostError
@@ -88,17 +88,6 @@ def test_a_digest_covers_what_cannot_change_at_run_time() -> None:
     others: list[dict[str, Any]] = [{"tp": 2}, {"source": "n"}, {"replica_id": "m-1"}, {"kv_cache_memory": 1}]
     for change in others:
         assert config_digest(dataclasses.replace(CONFIG, **change), 0) != config_digest(CONFIG, 0)
-
-
-def test_all_gpus_of_a_node_are_visible_to_its_ranks() -> None:
-    places = [("a", ["4"]), ("a", ["2"]), ("b", ["0"]), ("b", ["1"])]
-    assert [(binding.visible_gpus, binding.gpu) for binding in bind_gpus(places)] == [
-        (("4", "2"), 0),
-        (("4", "2"), 1),
-        (("0", "1"), 0),
-        (("0", "1"), 1),
-    ]
-    assert bind_gpus([("a", []), ("a", [])]) == [Binding(), Binding()]
 
 
 def test_rank_0_tells_the_others_once_all_are_there(make: Callable[..., RankActor]) -> None:

@@ -43,15 +43,6 @@ asyncio.run(RayCalls(0.1).run(time.sleep, 600))
     assert done.returncode == 1 and "Ray has not answered within 0.1 s" in done.stderr
 
 
-@pytest.mark.parametrize("error", [TimeoutError("of the call"), ValueError("no such actor")])
-def test_errors_of_a_call_are_its_own(error: Exception) -> None:
-    def fail() -> None:
-        raise error
-
-    with pytest.raises(type(error), match=str(error)):
-        asyncio.run(RayCalls().run(fail))
-
-
 def test_a_call_is_not_made_unless_the_check_before_it_succeeds() -> None:
     made: list[str] = []
 

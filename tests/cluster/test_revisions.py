@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from headrace_cluster.core.revisions import kept_revisions, moved_note, resolved_revisions, with_commits
+from headrace_cluster.core.revisions import moved_note, resolved_revisions
 from headrace_cluster.ray import private
 from headrace_cluster.ray.cluster_record import ClusterRecord
 from headrace_cluster.ray.controller import prepare
@@ -77,9 +77,3 @@ def test_a_hub_that_does_not_answer_changes_no_commit(record: dict[str, bytes], 
     assert _attach(_spec(revision), FIRST) == (FIRST, [])
     assert _attach(_spec(revision), None) == (FIRST, [])
     assert _attach(_spec("v2"), None) == ("v2", []), "another revision"
-
-
-def test_models_of_this_machine_have_no_commit() -> None:
-    spec = parse_spec({"models": [{"source": "smollm2"}]})
-    assert resolved_revisions(spec, spec) == {} == kept_revisions(spec, {}, {})
-    assert with_commits(spec, {}) == spec

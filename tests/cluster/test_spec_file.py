@@ -79,13 +79,6 @@ def test_a_wrong_file_changes_nothing_and_is_a_problem_until_it_is_right(
         assert mounted.file.reread() is not None and mounted.file.problem == ""
 
 
-def test_a_file_that_is_gone_for_a_moment_changes_nothing(mounted: Mounted) -> None:
-    mounted.path.unlink()
-    assert mounted.file.reread() is None and "cannot be read" in mounted.file.problem
-    mounted.path.symlink_to(Path("..data") / "cluster.yaml")
-    assert mounted.file.reread() is not None and mounted.file.problem == ""
-
-
 def test_other_sections_take_effect_with_the_next_start(mounted: Mounted) -> None:
     mounted.write("models: [{source: smollm2, replicas: 2}]\ncontrol: {port: 9004}\nhealth: {drain_seconds: 30}")
     found = mounted.file.reread()
@@ -93,17 +86,13 @@ def test_other_sections_take_effect_with_the_next_start(mounted: Mounted) -> Non
     assert mounted.file.problem.startswith("control, health of the spec file")
 
 
-def test_a_file_that_could_not_be_checked_now_is_read_again(mounted: Mounted) -> None:
+def test_a_file_that_could_not_be_read_or_checked_is_read_again(mounted: Mounted) -> None:
+    mounted.path.unlink()
+    assert mounted.file.reread() is None and "cannot be read" in mounted.file.problem
+    mounted.path.symlink_to(Path("..data") / "cluster.yaml")
+    assert mounted.file.reread() is not None and mounted.file.problem == ""
     mounted.errors = [OSError("the network is down")]
     mounted.write("models: [{source: smollm2, replicas: 3}]")
     assert mounted.file.reread() is None and "the network is down" in mounted.file.problem
     found = mounted.file.reread()
     assert found is not None and found[1].models[0].replicas == 3 and not mounted.file.problem
-
-
-def test_a_change_between_the_first_read_and_the_start_of_the_watch_is_found(mounted: Mounted) -> None:
-    before, spec = digest(mounted.path), mounted.build()
-    mounted.write("models: [{source: smollm2, replicas: 3}]")
-    file = SpecFile(mounted.path, before, spec, mounted.build, mounted.check)
-    found = file.reread()
-    assert found is not None and found[1].models[0].replicas == 3

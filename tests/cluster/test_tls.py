@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import http.client
 import os
 import socket
 import threading
@@ -15,17 +14,14 @@ import pytest
 
 from headrace_cluster.cli import main
 from headrace_cluster.cli.admin_client import AdminClient
-from headrace_cluster.cli.api_client import ApiClient, api_client
+from headrace_cluster.cli.api_client import api_client
 from headrace_cluster.cli.servers import ServerChoice
 from headrace_cluster.controller.admin import admin_app, admin_server, listen
-from headrace_cluster.errors import CertificateError, NotRunningError, ServerChoiceError, ServerError, SpecError
-from headrace_cluster.launch.server_record import ServerRecord
+from headrace_cluster.errors import CertificateError, NotRunningError, ServerError, SpecError
 from headrace_cluster.launch.start_checks import check_tls
 from headrace_cluster.local import state
 from headrace_cluster.local.processes import ProcessId
-from headrace_cluster.local.tls_client import trusted
 from headrace_cluster.spec.cluster_spec import ClusterSpec, parse_spec
-from headrace_cluster.spec.key_rules import KeyRules
 from headrace_router.access.tls_config import TlsConfig
 from headrace_router.access.tls_files import TlsFileError, TlsFiles
 from support.certificates import Authority
@@ -67,13 +63,20 @@ def _admin_api(tls: TlsFiles | None, *, local: bool = True) -> Iterator[int]:
     running.join(5)
 
 
-def test_the_admin_api_bounds_headers_as_a_router_does() -> None:
-    head = b"GET /status HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer %s\r\n" % KEY.encode()
+def _status(port: int, host: str, headers: bytes = b"") -> int:
+    head = b"GET /status HTTP/1.1\r\nhost: %s\r\nauthorization: Bearer %s\r\n" % (host.encode(), KEY.encode())
+    with socket.create_connection(("127.0.0.1", port), 5) as connection:
+        connection.sendall(head + headers + b"connection: close\r\n\r\n")
+        return int(connection.makefile("rb").readline().split()[1])
+
+
+def test_the_admin_api_bounds_headers_and_on_loopback_serves_this_machine_alone() -> None:
     with _admin_api(None) as port:
-        for headers, status in ((b"", b" 200 "), (b"a:b\r\n" * 10_000, b" 431 ")):
-            with socket.create_connection(("127.0.0.1", port), 5) as connection:
-                connection.sendall(head + headers + b"connection: close\r\n\r\n")
-                assert status in connection.makefile("rb").readline()
+        assert _status(port, "localhost") == 200
+        assert _status(port, "localhost", b"a:b\r\n" * 10_000) == 431
+        assert _status(port, "head.llm") == 403
+    with _admin_api(None, local=False) as port:
+        assert _status(port, "head.llm") == 200
 
 
 def _save(port: int, cert: Path) -> None:
@@ -96,9 +99,6 @@ def test_commands_of_this_machine_accept_the_certificate_in_the_servers_file_alo
     _save(port, other)
     with pytest.raises(CertificateError, match="is not accepted"):  # although the same authority signed both
         AdminClient(ServerChoice()).call("GET", "/status")
-    other.write_bytes(b"nothing")
-    with pytest.raises(CertificateError, match="no certificate in PEM"):
-        AdminClient(ServerChoice()).call("GET", "/status")
 
 
 def test_a_server_elsewhere_is_verified_by_name_and_authority(
@@ -118,10 +118,6 @@ def test_a_server_elsewhere_is_verified_by_name_and_authority(
         models("localhost", ca=Authority(tmp_path, "another").file)
     with pytest.raises(CertificateError, match=r"missing \(--ca\)"):
         models("localhost", ca=tmp_path / "missing")
-    with pytest.raises(CertificateError, match="the certificate and its key"):
-        models("localhost", ca=authority.file, client_cert=authority.file)
-    with pytest.raises(SpecError, match="--host"):
-        models("ftp://localhost")
     with pytest.raises(NotRunningError):  # plain HTTP
         models("localhost")
     monkeypatch.setenv("HEADRACE_ADMIN_KEY", KEY)
@@ -156,79 +152,18 @@ def test_a_cluster_elsewhere_is_named_by_the_url_of_its_admin_api(
     with pytest.raises(SpecError, match="needs its key: --admin-key-file FILE"):
         AdminClient(ServerChoice(url="https://localhost"))
     monkeypatch.setenv("HEADRACE_ADMIN_KEY", KEY)
-    for url in ("https://", "http://localhost:8002/status", "http://localhost:port"):
-        with pytest.raises(SpecError, match=r"must be like https://HOST:8002"):
-            AdminClient(ServerChoice(url=url))
+    with pytest.raises(SpecError, match=r"must be like https://HOST:8002"):
+        AdminClient(ServerChoice(url="http://localhost:8002/status"))
     with pytest.raises(NotRunningError, match="no server answers at localhost:1"):
         AdminClient(ServerChoice(url="http://localhost:1")).call("GET", "/status")
-    with pytest.raises(ServerChoiceError, match="for servers on this machine"):
-        api_client(ServerChoice(url="http://localhost:1"), None, None)
-
-
-def test_only_an_api_beyond_loopback_answers_under_another_name() -> None:
-    for local, status in ((True, 403), (False, 200)):
-        with _admin_api(None, local=local) as port:
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-            connection.request("GET", "/status", headers={"host": "head.llm", "authorization": f"Bearer {KEY}"})
-            assert connection.getresponse().status == status
-            connection.close()
-
-
-@contextlib.contextmanager
-def _answering_once(answer: bytes) -> Iterator[int]:
-    """The port of a server that sends this to its first client, and closes the connection."""
-    with listen("127.0.0.1", 0) as bound:
-        bound.listen()
-
-        def close() -> None:
-            client, _ = bound.accept()
-            with client:
-                client.sendall(answer)
-
-        closing = threading.Thread(target=close)
-        closing.start()
-        yield bound.getsockname()[1]
-        closing.join()
-
-
-def test_a_closed_connection_names_the_client_certificate() -> None:
-    with _answering_once(b"") as port, pytest.raises(CertificateError, match="--client-cert FILE"):
-        ApiClient("127.0.0.1", port, None, trusted(None)).models()
-
-
-def test_an_admin_port_without_tls_is_named_as_the_reason(files: dict[str, Path]) -> None:
-    with _answering_once(b"HTTP/1.1 400 Bad Request\r\n\r\n") as port:
-        _save(port, files["cert"])
-        with pytest.raises(CertificateError, match="does this port use TLS"):
-            AdminClient(ServerChoice()).call("GET", "/status")
-
-
-def test_an_admin_api_that_closes_the_connection_does_not_answer(files: dict[str, Path]) -> None:
-    """A controller that ends; this API never requires a client certificate."""
-    with _answering_once(b"") as port:
-        _save(port, files["cert"])
-        with pytest.raises(NotRunningError):
-            AdminClient(ServerChoice()).call("GET", "/status")
-
-
-def _spec(files: dict[str, Path], **more: Any) -> ClusterSpec:
-    return parse_spec({"tls": {name: str(path) for name, path in files.items()}} | more)
 
 
 def test_a_start_refuses_files_that_cannot_be_used(files: dict[str, Path], authority: Authority) -> None:
-    check_tls(_spec(files))
+    def spec(**paths: Path) -> ClusterSpec:
+        return parse_spec({"tls": {name: str(path) for name, path in paths.items()}})
+
+    check_tls(spec(**files))
     with pytest.raises(TlsFileError, match="is not that of"):
-        check_tls(_spec(files | {"key": authority.issue("other")[1]}))
+        check_tls(spec(cert=files["cert"], key=authority.issue("other")[1]))
     with pytest.raises(SpecError, match="--tls-cert and --tls-key belong together"):
-        _spec({"cert": files["cert"]})
-
-
-def test_what_is_shown_has_the_scheme(files: dict[str, Path], authority: Authority) -> None:
-    spec = _spec(files | {"client_ca": authority.file}, auth={"keys": ["a-key-of-a-tenant"]})
-    record = ServerRecord(spec, with_router=True).state
-    assert (record.http_url, record.admin_url) == ("https://127.0.0.1:8000", "https://127.0.0.1:8002")
-    rules = KeyRules.of(spec)
-    assert rules.api == "needs a client certificate; needs an API key"
-    assert rules.health == "needs a client certificate; no key" and rules.metrics == "needs an API key"
-    assert spec.metrics_ports == (8003,), "probes have no client certificate"
-    assert _spec(files).metrics_ports == ()
+        spec(cert=files["cert"])

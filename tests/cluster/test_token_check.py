@@ -1,6 +1,5 @@
 """A joined Ray must need its token: with the GCS server of the installed Ray, alone."""
 
-import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -45,7 +44,8 @@ def test_a_ray_without_a_token_is_not_joined(start_gcs: Callable[..., str]) -> N
         connection.join(parse_spec({"ray": {"address": address}}))
 
 
-def test_it_is_joined_if_the_operator_allows_it(start_gcs: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_others_are_joined(start_gcs: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One with a token, and one that the operator allows."""
     joined: list[str] = []
 
     def init(address: str, **options: object) -> None:
@@ -57,13 +57,4 @@ def test_it_is_joined_if_the_operator_allows_it(start_gcs: Callable[..., str], m
     with pytest.raises(RayStartError, match="no raylet"):
         connection.join(parse_spec({"ray": {"address": address, "no_auth": True}}))
     assert joined == [address]
-
-
-def test_a_ray_with_a_token_passes(start_gcs: Callable[..., str]) -> None:
     check_token(start_gcs("token"))
-
-
-def test_a_ray_that_does_not_answer_is_left_to_joining() -> None:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        check_token(f"127.0.0.1:{unused.getsockname()[1]}")

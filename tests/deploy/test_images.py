@@ -7,7 +7,6 @@ import subprocess
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -74,33 +73,16 @@ def test_hadolint_finds_nothing(need_tool: Callable[[str, str], str]) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_each_image_has_a_tagged_base_and_no_latest() -> None:
-    (base,) = _of("", "ARG")
-    assert re.fullmatch(r"PYTHON_IMAGE=python:3\.\d+-slim", base)
-    outside = {stage.base for stage in STAGES.values() if stage.base not in STAGES}
-    assert outside == {"${PYTHON_IMAGE}"}, "all stages have the same Python: Ray compares it"
-    assert "latest" not in DOCKERFILE.read_text()
-
-
 @pytest.mark.parametrize("image", IMAGES)
-def test_an_image_runs_the_command_as_another_user_than_root(image: str) -> None:
+def test_an_image_runs_the_command_as_a_user_that_owns_its_folder(image: str) -> None:
     assert _of(image, "USER")[-1] == USER
     assert STAGES[image].instructions[-1][0] in ("USER", "EXPOSE"), "nothing is installed after USER"
     assert json.loads(_of(image, "ENTRYPOINT")[-1]) == ["headrace"]
     assert json.loads(_of(image, "CMD")[-1]) == ["--help"]
-    assert not _of(image, "HEALTHCHECK"), "it would be that of `serve`, and the images run other commands, too"
-
-
-@pytest.mark.parametrize("image", IMAGES)
-def test_state_and_caches_are_below_one_folder_of_the_user(image: str) -> None:
     environment = _environment(image)
-    assert environment["USER"] == "headrace"
-    assert environment["PYTHONDONTWRITEBYTECODE"] == "1"
-    assert environment["PATH"].startswith("/opt/venv/bin:")
     for name in ("HOME", "HEADRACE_HOME", "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
         assert environment[name].startswith("/var/lib/headrace/"), name
     made = " ".join(_of(image, "RUN"))
-    assert "useradd --uid 10001 --gid 10001" in made
     assert re.search(rf"install -d -o 10001 -g 10001 -m 0700 [^&]*{re.escape(environment['HEADRACE_HOME'])}", made)
 
 
@@ -146,53 +128,3 @@ def test_torch_is_that_of_the_set_up_script() -> None:
     assert f"TORCH_CPU_INDEX={index}" in _of("worker-cpu-packages", "ARG")
     assert '"torch==${TORCH_VERSION}+cpu"' in " ".join(_of("worker-cpu-packages", "RUN"))
     assert "triton" in " ".join(_of("worker-cuda-packages", "RUN")), "torch pins it, and the lock must not"
-
-
-@pytest.mark.parametrize("image", IMAGES)
-def test_the_labels_have_the_version_of_the_project(image: str) -> None:
-    assert f"HEADRACE_VERSION={PROJECT['version']}" in _of(image, "ARG")
-    labels = _environment(image, "LABEL")
-    assert labels["org.opencontainers.image.version"] == "${HEADRACE_VERSION}"
-    assert labels["org.opencontainers.image.licenses"] == PROJECT["license"]
-    assert labels["org.opencontainers.image.title"] != "Headrace"
-
-
-def test_workers_can_compile_kernels() -> None:
-    """g++ for those of the CPU (headrace_kernels.cpu.build), which are in the wheel; gcc for Triton's launchers."""
-    for image, compilers in (("wheel", {"g++"}), ("worker-cpu", {"bash"}), ("worker-cuda", {"bash", "gcc"})):
-        (apt,) = [run for run in _of(image, "RUN") if "apt-get install" in run]
-        assert compilers <= set(apt.split())
-        assert "--no-install-recommends" in apt and "rm -rf /var/lib/apt/lists/*" in apt
-
-
-def _is_in_the_build_context(path: str) -> bool:
-    """By .dockerignore, in which the last line that fits a path or a folder above it decides."""
-    taken = True
-    for line in (ROOT / ".dockerignore").read_text().splitlines():
-        if not line or line.startswith("#"):
-            continue
-        pattern = line.removeprefix("!")
-        parts = path.split("/")
-        prefixes = ["/".join(parts[:end]) for end in range(1, len(parts) + 1)]
-        names = parts if pattern.startswith("**/") else prefixes
-        if any(fnmatch(name, pattern.removeprefix("**/")) for name in names):
-            taken = line.startswith("!")
-    return taken
-
-
-def test_the_build_context_has_the_packages_and_nothing_private() -> None:
-    config = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
-    for package in config["packages"]:
-        assert _is_in_the_build_context(f"{package}/__init__.py")
-        assert not _is_in_the_build_context(f"{package}/__pycache__/module.pyc")
-    for path in ("pyproject.toml", "constraints.txt", *PROJECT["license-files"], PROJECT["readme"]):
-        assert _is_in_the_build_context(path), path
-    for path in (
-        ".git/config",
-        ".venv/bin/python",
-        "deploy/secrets/api-keys",
-        "deploy/.env",
-        "keys",
-        "tests/conftest.py",
-    ):
-        assert not _is_in_the_build_context(path), path

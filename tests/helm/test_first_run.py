@@ -102,20 +102,3 @@ def test_probes_of_the_head_and_the_test_of_helm_pass(release: Release) -> None:
     assert answer.status_code == 200, "the probe of Ray's containers needs no token"
     chat = release.run("test", "chat")
     assert chat.returncode == 0 and chat.stdout.strip(), chat.stderr
-
-
-def test_a_killed_controller_takes_up_what_runs(release: Release) -> None:
-    before = _ranks(release)
-    assert before
-    release.kill("head", "controller")
-    assert "Paris" in _ask(release)
-    release.start("head", "controller")
-    eventually(lambda: _ranks(release) == before, 60, "that the next controller has the same replica")
-    assert "Paris" in _ask(release)
-
-
-def test_a_router_that_ends_exits_in_order(release: Release) -> None:
-    grace = release.pod("router").spec["terminationGracePeriodSeconds"]
-    assert release.terminate("router", "router", seconds=min(60, grace)) == 0, release.log("router", "router")
-    release.start("router", "router")
-    eventually(lambda: _ready(release), 60)

@@ -91,7 +91,7 @@ def simulate(
         disaggregation=disaggregation,
         spread=spread,
         seed=seed,
-        changes=command.changes_option(faults, models=models, replicas=replicas + prefill + decode),
+        changes=command.changes_option(faults),
     )
     slo = Slo(slo_ttft, slo_tpot)
     command.check_options(setup, slo, speed, load)

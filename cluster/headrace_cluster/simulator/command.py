@@ -1,4 +1,4 @@
-"""The work of `headrace simulate` and `headrace plan`, with its progress."""
+"""The work of `headrace simulate`, with its progress."""
 
 import json
 import sys
@@ -96,16 +96,10 @@ def latency_option(name: str) -> LatencyModel:
         return latency_model(name)
 
 
-def changes_option(text: str, *, models: int, replicas: int) -> list[ClusterChange]:
-    """replicas: of each model, of all roles. Raises SpecError, also for replicas that there are not."""
+def changes_option(text: str) -> list[ClusterChange]:
+    """Raises SpecError."""
     with wrong_usage():
-        changes = read_changes(text)
-    names = [f"m{model}-r{number}" for model in range(models) for number in range(replicas)]
-    for change in changes:
-        if change.replica not in names:
-            shown = ", ".join(names if len(names) <= 8 else [*names[:3], "...", names[-1]])
-            raise SpecError(f"There is no replica {change.replica} for a fault; there are {shown}.")
-    return changes
+        return read_changes(text)
 
 
 def check_options(setup: Setup, slo: Slo, speed: float, load: float | None) -> None:

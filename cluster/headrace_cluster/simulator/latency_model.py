@@ -1,13 +1,16 @@
 """How long a simulated replica takes for a step and for a transfer. By arithmetic, or fitted from a machine."""
 
-import json
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, fields
-from math import isfinite
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, TypeAlias
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from headrace_cluster.simulator.errors import SimulationError
+
+Seconds: TypeAlias = Annotated[float, Field(ge=0)]
+Count: TypeAlias = Annotated[int, Field(ge=1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,17 +20,19 @@ class LatencyModel:
     The predictor is linear; attention of a long prompt is not, so that its predictions err as they do on a machine.
     """
 
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)  # type: ignore[misc]
+
     name: str
     source: str  # where the numbers are from, as a sentence
-    base: float  # seconds of a step
-    per_prefill_token: float
-    per_decode_sequence: float
-    per_kv_token: float  # read by a step
-    per_prefill_pair: float  # of a prompt's token and a token that it attends to
-    kv_bytes: int  # of a token
-    transfer_bandwidth: float  # bytes per second between two replicas
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 8192
+    base: Annotated[float, Field(gt=0)]  # seconds of a step
+    per_prefill_token: Seconds
+    per_decode_sequence: Seconds
+    per_kv_token: Seconds  # read by a step
+    per_prefill_pair: Seconds  # of a prompt's token and a token that it attends to
+    kv_bytes: Count  # of a token
+    transfer_bandwidth: Annotated[float, Field(gt=0)]  # bytes per second between two replicas
+    max_num_seqs: Count = 256
+    max_num_batched_tokens: Count = 8192
 
     def seconds(self, work: Sequence[tuple[int, int]]) -> float:
         """Of a step that computes positions [start, start + count) of its rows, as (start, count)."""
@@ -97,32 +102,10 @@ def latency_model(name: str) -> LatencyModel:
             f"There is no latency model '{name}'; use {', '.join(LATENCY_MODELS)}, or name a .json file."
         )
     try:
-        given = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        return TypeAdapter(LatencyModel).validate_json(path.read_bytes())
+    except OSError as error:
         raise SimulationError(f"The latency model {path} cannot be read: {error}.") from None
-    return _checked(path, given)
-
-
-def _checked(path: Path, given: Any) -> LatencyModel:
-    """Raises SimulationError."""
-    known = {field.name: field for field in fields(LatencyModel)}
-    if (
-        not isinstance(given, dict)
-        or set(given) - set(known)
-        or any(field.default is MISSING and name not in given for name, field in known.items())
-    ):
-        raise SimulationError(
-            f"The latency model {path} is not an object with exactly these fields: {', '.join(known)}."
-        )
-    for name, value in given.items():
-        if name in ("name", "source"):
-            if not isinstance(value, str):
-                raise SimulationError(f"{name} of the latency model {path} is not a text.")
-            continue
-        least = 0 if name.startswith("per_") else 1 if name.startswith("max_") else 1e-9
-        number = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
-        if not number or value < least or (name.startswith("max_") and value != int(value)):
-            raise SimulationError(
-                f"{name} of the latency model {path} is {value!r}; it is a number of at least {least:g}."
-            )
-    return LatencyModel(**given)
+    except ValidationError as error:
+        entry = error.errors(include_url=False)[0]
+        where = ".".join(map(str, entry["loc"])) or "the file"
+        raise SimulationError(f"The latency model {path} cannot be used; {where}: {entry['msg'].lower()}.") from None

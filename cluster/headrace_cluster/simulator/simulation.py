@@ -1,6 +1,6 @@
 """One run: a trace through routers and replicas, in virtual time."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import isfinite
@@ -43,9 +43,6 @@ class Setup:
     network: float = 0.0003  # seconds of a message
     seed: int = 0
     changes: Sequence[ClusterChange] = ()
-    # Called every `autoscale_seconds` with the simulation, which it may change with `add_replica` and `drain`.
-    autoscaler: "Callable[[Simulation], None] | None" = None
-    autoscale_seconds: float = 10.0
     skip: bool = True  # steps that only decode, exactly (`stretch.py`)
 
     def check(self) -> None:
@@ -55,15 +52,16 @@ class Setup:
         for name in ("noise", "network"):
             if not (isfinite(value := getattr(self, name)) and value >= 0):
                 raise SimulationError(f"{name} is {value}; it is a number of at least 0.")
+        count = self.replicas + self.decode + self.prefill
+        names = [f"m{model}-r{number}" for model in range(self.models) for number in range(count)]
+        for change in self.changes:
+            if change.replica not in names:
+                shown = ", ".join(names if len(names) <= 8 else [*names[:3], "...", names[-1]])
+                raise SimulationError(f"There is no replica {change.replica} for a fault; there are {shown}.")
         if not 0 <= self.spread < 1:
             raise SimulationError(
                 f"The spread is {self.spread}; it is a share of at least 0 and below 1: 0.2 for 20 %."
             )
-
-
-def _names(replicas: Iterable[str]) -> str:
-    names = list(replicas)
-    return ", ".join(names if len(names) <= 8 else [*names[:3], "...", names[-1]])
 
 
 class Simulation:
@@ -105,13 +103,7 @@ class Simulation:
         ]
         self._update()
         for change in setup.changes:
-            if change.replica not in self.replicas:
-                raise SimulationError(
-                    f"There is no replica {change.replica} for a fault; there are {_names(self.replicas)}."
-                )
             self.time.at(WARM_UP_SECONDS + change.at, partial(change.apply, self))
-        if setup.autoscaler is not None:
-            self.time.at(WARM_UP_SECONDS + setup.autoscale_seconds, self._autoscale)
 
     def add_replica(self, like: str) -> str:
         """One more of the same model and role, with an empty cache. Returns its name."""
@@ -193,11 +185,6 @@ class Simulation:
         self._members = [entry for entry in self._members if entry[0] != name]
         self._update()
         self.replicas[name].kill()
-
-    def _autoscale(self) -> None:
-        assert self.setup.autoscaler is not None
-        self.setup.autoscaler(self)
-        self.time.after(self.setup.autoscale_seconds, self._autoscale)
 
     def _update(self) -> None:
         members = [member(self.replicas[name].facts, draining=name in self._draining) for name, _, _ in self._members]

@@ -2,7 +2,6 @@
 
 import csv
 import gzip
-import json
 import re
 import zlib
 from collections.abc import Sequence
@@ -11,6 +10,9 @@ from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 from random import Random
+from typing import Annotated
+
+import msgspec
 
 from headrace_cluster.simulator.errors import TraceError
 
@@ -112,9 +114,7 @@ def _mooncake(lines: Sequence[str], random: Random) -> list[TraceRequest]:
         if line.strip():
             try:
                 requests.append(_json_request(line))
-            except json.JSONDecodeError as error:
-                raise _LineError(index, f"no JSON: {error.msg} at column {error.colno}") from None
-            except (ValueError, RecursionError) as error:
+            except (ValueError, msgspec.DecodeError) as error:
                 raise _LineError(index, error) from None
     _check_span([request.arrival for request in requests])
     following = dict(pairwise(sorted({request.arrival for request in requests})))
@@ -126,27 +126,21 @@ def _mooncake(lines: Sequence[str], random: Random) -> list[TraceRequest]:
     return sorted(spread, key=lambda request: request.arrival)
 
 
+class _Row(msgspec.Struct):
+    """A line of Mooncake's trace."""
+
+    timestamp: Annotated[float, msgspec.Meta(ge=0, le=MAX_TIMESTAMP)]  # milliseconds
+    input_length: int
+    output_length: int
+    hash_ids: list[Annotated[int, msgspec.Meta(ge=0)]]
+    session_id: str | int | None = None
+
+
 def _json_request(line: str) -> TraceRequest:
-    """Raises ValueError."""
-    row = json.loads(line, parse_constant=_refuse_constant)
-    if not isinstance(row, dict):
-        raise ValueError("it is no JSON object")
-    for name in ("timestamp", "input_length", "output_length", "hash_ids"):
-        if name not in row:
-            raise ValueError(f"{name} is missing; each line has timestamp, input_length, output_length and hash_ids")
-    at, ids, session = row["timestamp"], row["hash_ids"], row.get("session_id")
-    if not (_is_int(at) or isinstance(at, float)) or not 0 <= at <= MAX_TIMESTAMP:
-        raise ValueError(f"timestamp is {_shown(at)}; it is a number of milliseconds of at least 0")
-    if not isinstance(ids, list) or not all(_is_int(block_id) and 0 <= block_id < 1 << 64 for block_id in ids):
-        raise ValueError(f"hash_ids is {_shown(ids)}; it is a list of whole numbers of at least 0")
-    if session is not None and not isinstance(session, str) and not _is_int(session):
-        raise ValueError(f"session_id is {_shown(session)}; it is a text")
-    lengths = [row[name] for name in ("input_length", "output_length")]
-    for name, length in zip(("input_length", "output_length"), lengths, strict=True):
-        if not _is_int(length):
-            raise ValueError(f"{name} is {_shown(length)}; it is a whole number")
-    tokens, output = lengths
-    return _request(at / 1e3, tokens, output, tuple(ids), "" if session is None else str(session))
+    """Raises ValueError and msgspec.DecodeError."""
+    row = msgspec.json.decode(line, type=_Row)
+    session = "" if row.session_id is None else str(row.session_id)
+    return _request(row.timestamp / 1e3, row.input_length, row.output_length, tuple(row.hash_ids), session)
 
 
 def _azure(lines: Sequence[str], header: int) -> list[TraceRequest]:
@@ -215,14 +209,5 @@ def _check_span(times: Sequence[float]) -> None:
         raise TraceError(f"The requests of the trace are {days:.0f} days apart; {MAX_DAYS} is the most.")
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _shown(value: object) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
+def _shown(text: str) -> str:
     return repr(text) if len(text) <= 40 else f"{text[:40]!r} ..."
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is no number")

@@ -15,16 +15,12 @@ H200 = latency_model("h200-8b")
 MEASURED = ("wall_seconds", "requests_per_minute", "decision_ms")  # of this machine
 
 SETUPS = {
-    "alone": ("chat", 40, Setup(H200, replicas=1)),
     "shared": ("shared-prefix", 80, Setup(H200, replicas=4)),
     "chat": ("chat", 100, Setup(H200, replicas=3, spread=0.2)),
-    "least-load": ("chat", 60, Setup(H200, replicas=3, policy="least-load", noise=0.0)),
     "small cache": ("shared-prefix", 120, Setup(H200, replicas=2, cache_blocks=160)),
     "sessions": ("chat", 60, Setup(H200, replicas=3, policy="session")),
     "pools": ("chat", 80, Setup(H200, replicas=0, prefill=1, decode=2)),
     "always": ("shared-prefix", 100, Setup(H200, replicas=0, prefill=1, decode=2, disaggregation="always")),
-    "routers": ("chat", 80, Setup(H200, replicas=3, routers=2)),
-    "models": ("chat", 80, Setup(H200, replicas=2, models=2)),
     "kill": (
         "chat",
         150,
@@ -34,9 +30,9 @@ SETUPS = {
 }
 
 
-def _run(name: str, speed: float, seed: int, *, skip: bool) -> tuple[list[Any], dict[str, Any], int]:
+def _run(name: str, *, skip: bool) -> tuple[list[Any], dict[str, Any], int]:
     load, count, setup = SETUPS[name]
-    simulation = Simulation(generated(load, count, seed).faster(speed), replace(setup, skip=skip, seed=seed))
+    simulation = Simulation(generated(load, count, 0), replace(setup, skip=skip))
     simulation.run()
     requests = [
         (
@@ -58,12 +54,10 @@ def _run(name: str, speed: float, seed: int, *, skip: bool) -> tuple[list[Any], 
 
 
 @pytest.mark.parametrize("name", SETUPS)
-@pytest.mark.parametrize("seed", [0])
-def test_a_run_is_the_same(name: str, seed: int) -> None:
-    speed = (1.0, 4.0, 0.3)[seed]
-    requests, document, events = _run(name, speed, seed, skip=True)
-    stepped, expected, more_events = _run(name, speed, seed, skip=False)
+def test_a_run_is_the_same(name: str) -> None:
+    requests, document, events = _run(name, skip=True)
+    stepped, expected, more_events = _run(name, skip=False)
     assert requests == stepped
-    assert repr(document) == repr(expected), "repr: a NaN equals no other one"
+    assert document == expected
     assert events < more_events
-    assert document["preemptions"] > 0 or name != "small cache" or seed == 2, "of the two faster loads"
+    assert document["preemptions"] > 0 or name != "small cache"

@@ -57,7 +57,6 @@ class FakeDriver:
         self.ranks: dict[ReplicaName, FakeRank] = {}
         self.calls: list[tuple[str, ReplicaName]] = []
         self.failures: list[HeadraceError] = []  # of the next starts
-        self.profiles: list[ProfileOutcome] = []  # outcomes of a profile
         self.without_place: set[str] = set()  # replicas for which there are no free resources
         self.unresponsive: set[ReplicaName] = set()  # their ranks do not answer calls
         self.start_gate = asyncio.Event()  # cleared: ranks load
@@ -117,8 +116,7 @@ class FakeDriver:
         self.ranks[name].note(stage=Stage.DRAINING, drain_seconds=seconds)
 
     async def profile(self, name: ReplicaName, steps: int, seconds: float) -> list[ProfileOutcome]:
-        self._called("profile", name)
-        return self.profiles
+        raise NotImplementedError
 
     async def end(self, name: ReplicaName, seconds: float) -> None:
         self._called("end", name)

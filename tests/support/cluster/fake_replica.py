@@ -1,12 +1,10 @@
-"""A replica without an engine: it starts at once and sends health; its model's name selects its behaviour.
+"""A replica without an engine: it starts at once and sends health; with the model "refuse" its start fails.
 
-Ranks import it inside Ray workers, by path. Names: "refuse" fails with a named error, "crash" exits during the start,
-"slow" starts for SLOW_SECONDS.
+Ranks import it inside Ray workers, by path.
 """
 
 import os
 import threading
-import time
 from collections.abc import Callable
 from concurrent import futures
 from typing import Any
@@ -18,10 +16,7 @@ from headrace_proto import replica_pb2_grpc
 from headrace_proto.cluster_member import ClusterSecret
 from headrace_proto.errors import EngineDeadError, MemoryTooSmallError
 from headrace_proto.role import parse_role
-from headrace_worker.comm.errors import RankLostError
 from headrace_worker.core.config import Rendezvous, ReplicaConfig, ReplicaStarted
-
-SLOW_SECONDS = 25.0
 
 
 class FakeReplica(replica_pb2_grpc.ReplicaServicer):
@@ -53,18 +48,10 @@ class FakeReplica(replica_pb2_grpc.ReplicaServicer):
         return Rendezvous("127.0.0.1", 1, bytes(32))
 
     def start(self, rendezvous: Rendezvous | None = None) -> ReplicaStarted:
-        """Listens; with the model "refuse-last" the last rank fails, and the others report a lost rank."""
-        if self.config.model == "refuse-last":
-            if self.rank == self.config.tp * self.config.pp - 1:
-                raise MemoryTooSmallError("too little memory on the last rank")
-            raise RankLostError("another rank was lost")
+        """Listens, on rank 0."""
         if self.config.model == "refuse":
             raise MemoryTooSmallError("too little memory: the model needs 3 GiB, 1 GiB is free; take a smaller one")
-        if self.config.model == "crash":
-            os._exit(9)
         self.report("loading nothing", 0.5)
-        if self.config.model == "slow":
-            time.sleep(SLOW_SECONDS)
         address = self._listen() if self.rank == 0 else ""
         return ReplicaStarted(
             address=address,
@@ -81,7 +68,7 @@ class FakeReplica(replica_pb2_grpc.ReplicaServicer):
             kv_bytes=1 << 20,
             block_size=16,
             weight_bytes=1 << 20,
-            notes=[f"threads asked for: {self.config.cpu_threads}"],
+            notes=[],
         )
 
     def _listen(self) -> str:

@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -12,13 +12,16 @@ from support.helm.chart import Object
 
 
 @contextmanager
-def api_server(secret: Object, objects: Iterable[Object], folder: Path) -> Iterator[Path]:
-    """A server with one Secret in the namespace default; the block gets the path of its kubeconfig.
-
-    objects: their kinds exist, which helm checks.
-    """
-    name = secret["metadata"]["name"]
-    documents = _kinds(objects) | {f"/api/v1/namespaces/default/secrets/{name}": secret}
+def api_server(secret: Object, folder: Path) -> Iterator[Path]:
+    """A server with one Secret in the namespace default; the block gets the path of its kubeconfig."""
+    resource = {"name": "secrets", "namespaced": True, "kind": "Secret", "verbs": ["get"]}
+    documents: dict[str, Object] = {
+        "/version": {"major": "1", "minor": "35", "gitVersion": "v1.35.0"},
+        "/api": {"kind": "APIVersions", "versions": ["v1"]},
+        "/apis": {"kind": "APIGroupList", "apiVersion": "v1", "groups": []},
+        "/api/v1": {"kind": "APIResourceList", "groupVersion": "v1", "resources": [resource]},
+        f"/api/v1/namespaces/default/secrets/{secret['metadata']['name']}": secret,
+    }
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -53,24 +56,3 @@ def api_server(secret: Object, objects: Iterable[Object], folder: Path) -> Itera
         server.shutdown()
         thread.join()
         server.server_close()
-
-
-def _kinds(objects: Iterable[Object]) -> dict[str, Object]:
-    """The documents of discovery, by path."""
-    by_version: dict[str, list[Object]] = {}
-    for version, kind in sorted({(found["apiVersion"], found["kind"]) for found in objects}):
-        resource = {"name": f"{kind.lower()}s", "namespaced": True, "kind": kind, "verbs": ["get"]}
-        by_version.setdefault(version, []).append(resource)
-    groups = []
-    for version in by_version.keys() - {"v1"}:
-        group = {"groupVersion": version, "version": version.partition("/")[2]}
-        groups.append({"name": version.partition("/")[0], "versions": [group], "preferredVersion": group})
-    documents: dict[str, Object] = {
-        "/version": {"major": "1", "minor": "35", "gitVersion": "v1.35.0"},
-        "/api": {"kind": "APIVersions", "versions": ["v1"]},
-        "/apis": {"kind": "APIGroupList", "apiVersion": "v1", "groups": groups},
-    }
-    for version, resources in by_version.items():
-        path = "/api/v1" if version == "v1" else f"/apis/{version}"
-        documents[path] = {"kind": "APIResourceList", "groupVersion": version, "resources": resources}
-    return documents

@@ -15,7 +15,6 @@ ROOT = Path(__file__).parents[3]
 CHART = ROOT / "helm" / "headrace"
 CI_FILES = tuple(sorted(path.name.removesuffix("-values.yaml") for path in (CHART / "ci").glob("*-values.yaml")))
 LONG_NAME = "headrace-" + "a" * 31  # 40 characters, as many as a name may have
-NAMES = ("headrace", "x", LONG_NAME)
 
 Object = dict[str, Any]
 

@@ -6,7 +6,6 @@ Mount paths become folders, also inside arguments, variables and files; Services
 
 import base64
 import contextlib
-import signal
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -58,8 +57,6 @@ class Release:
         (found,) = [pod for pod in pods(self.objects) if pod.name == name]
         return found
 
-    # -- containers -------------------------------------------------------------------------------------------
-
     def start(self, pod: str, container: str) -> None:
         """Starts it, again if it has ended."""
         command, variables = self._command(pod, container), self.environment(pod, container)
@@ -87,19 +84,6 @@ class Release:
     def log(self, pod: str, container: str) -> str:
         return (self.folder / f"{pod}-{container}.log").read_text(errors="replace")
 
-    def kill(self, pod: str, container: str) -> None:
-        process = self._running.pop(f"{pod}-{container}")
-        process.kill()
-        process.wait()
-
-    def terminate(self, pod: str, container: str, seconds: float) -> int:
-        """SIGTERM to the container's first process; its exit status. Raises TimeoutExpired."""
-        process = self._running[f"{pod}-{container}"]
-        process.send_signal(signal.SIGTERM)
-        status = process.wait(seconds)
-        del self._running[f"{pod}-{container}"]
-        return status
-
     def environment(self, pod: str, container: str) -> dict[str, str]:
         """Nothing of this process's own but the folder of its programs, which the images have on PATH."""
         found = self._container(pod, container)
@@ -125,8 +109,6 @@ class Release:
         for ended in self._running.values():
             ended.wait()
         self._running.clear()
-
-    # -- what KubeRay and the kubelet make --------------------------------------------------------------------
 
     def _container(self, pod: str, name: str) -> Object:
         (found,) = [container for container in self.pod(pod).containers if container["name"] == name]
