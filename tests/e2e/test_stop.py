@@ -25,8 +25,8 @@ import httpx
 import psutil
 import pytest
 
-from headrace_cluster.local.ports import free_port
 from support.e2e.headrace_process import START_SECONDS, environment, eventually
+from support.ports import free_port
 
 FLAGS = ("--max-model-len", "2048", "--kv-cache-memory", "128MiB", "--cpu-threads", "1")
 PHASES = {  # by the process that exists from then on
@@ -49,7 +49,7 @@ class Terminal:
         self.home = home
         self.temporary = Path(tempfile.mkdtemp(prefix="hr-", dir="/tmp"))  # short: paths of sockets are limited
         self._primary, secondary = pty.openpty()
-        self.url = f"http://127.0.0.1:{free_port('127.0.0.1')}"
+        self.url = f"http://127.0.0.1:{free_port()}"
         free = ("--port", self.url.rpartition(":")[2], "--grpc-port", "0", "--admin-port", "0")
         self.process = subprocess.Popen(
             [*before, sys.executable, "-m", "headrace_cluster", "serve", *free, *FLAGS],

@@ -6,8 +6,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -24,9 +22,8 @@ from headrace_cluster.launch.display import ClusterDisplay, log_unexpected, show
 from headrace_cluster.launch.server_record import ServerRecord
 from headrace_cluster.launch.signals import STOP_ALL
 from headrace_cluster.launch.start_checks import check_models, check_start
-from headrace_cluster.local.cleanup import Cleanup
 from headrace_cluster.local.processes import set_parent_death_signal
-from headrace_cluster.local.run_logs import RunFolder, log_path
+from headrace_cluster.local.run_logs import log_path, make_run_folder
 from headrace_cluster.program import program_name
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_cluster.spec.key_rules import KeyRules
@@ -40,23 +37,14 @@ log = structlog.get_logger(__name__)
 SHOW_SECONDS = 0.5  # between two looks at what is to be shown
 
 
-@dataclass(frozen=True, slots=True)
-class SpecSource:
-    """The file that a spec came from, and how to read it again with the same flags."""
-
-    path: Path
-    content: bytes  # its `digest` before it was read
-    build: Callable[[], ClusterSpec]
-
-
-def run_controller(spec: ClusterSpec, source: SpecSource | None = None, replica_class: str = REPLICA_CLASS) -> NoReturn:
+def run_controller(spec: ClusterSpec, file: SpecFile | None = None, replica_class: str = REPLICA_CLASS) -> NoReturn:
     """Runs in the Ray at `ray.address` until a signal ends this process, or an operator the cluster; ends the process.
 
     However it ends, replicas and streams go on, and the next controller goes on with them. Raises SpecError.
     """
     status = 1
     try:
-        stopped = _control(spec, source, replica_class)
+        stopped = _control(spec, file, replica_class)
         goes_on = f"ended; the cluster goes on: the same command takes it up, `{program_name()} stop` then ends it"
         show_message("stopped" if stopped else goes_on)
         status = 0
@@ -71,7 +59,7 @@ def run_controller(spec: ClusterSpec, source: SpecSource | None = None, replica_
     os._exit(status)  # without Ray's exit handlers, which may wait for a GCS
 
 
-def _control(spec: ClusterSpec, source: SpecSource | None, replica_class: str) -> bool:
+def _control(spec: ClusterSpec, file: SpecFile | None, replica_class: str) -> bool:
     """Whether an operator has ended the cluster. Raises HeadraceError."""
     use_log_format(spec.logs.format)
     began = time.monotonic()
@@ -82,12 +70,12 @@ def _control(spec: ClusterSpec, source: SpecSource | None, replica_class: str) -
         )
     secret_path = spec.control.secret_file
     secret_file = SecretFile(secret_path)
-    record = ServerRecord(spec, with_router=False, detaches=True)
     stop_requests: list[int] = []  # before this controller acts; without a handler the signal would end the process
     signal.signal(STOP_ALL, lambda number, _: stop_requests.append(number))
-    with Cleanup() as cleanup, contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         show_message(starting(spec.models))
-        record.save(cleanup)
+        record = ServerRecord(spec, with_router=False, detaches=True)
+        stack.callback(record.path.unlink, missing_ok=True)
         with start_display(spec.logs.format) as display:
             checked = check_start(
                 spec,
@@ -102,18 +90,16 @@ def _control(spec: ClusterSpec, source: SpecSource | None, replica_class: str) -
             dashboard = connection.join_when_up(checked, lambda reason: show_message(reason, "warning"))
             logs = ""
             if spec.logs.files:
-                folder = stack.enter_context(contextlib.closing(RunFolder(spec.cluster, spec.admin.port))).path
+                folder = make_run_folder(spec.cluster, spec.admin.port)
                 logs, path = str(folder), str(log_path(folder, "controller"))
                 add_log_file(LogConfig("controller", path=path, format=spec.logs.format))
                 show_message(f"logs: {logs}")
-                record.add_logs(folder)
+                record.update(log_folder=logs)
         found = resolved_revisions(spec, checked)
         leased, lease, words = prepare(checked, found)
         for name, now in found.items():
             if note := moved_note(now, words.revisions[name]):
                 show_message(note, "warning")
-
-        file = SpecFile(source.path, source.content, spec, source.build, _check) if source is not None else None
 
         async def run() -> bool:
             controller = Controller(
@@ -125,13 +111,18 @@ def _control(spec: ClusterSpec, source: SpecSource | None, replica_class: str) -
                 log_folder=logs,
                 replica_class=replica_class,
                 spec_file=file,
-                check=_check,
+                check=check_spec,
             )
             opened = await controller.open()
             if note := attached_note(opened):
                 show_message(note)
-            control = host_port(opened.control_host, opened.control_port)
-            record.add_controller(control, opened.admin_port, secret_path, cleanup, dashboard)
+            record.add_admin(opened.admin_port)
+            record.update(
+                control_address=host_port(opened.control_host, opened.control_port),
+                secret_file=str(secret_path),
+                ray_dashboard=dashboard,
+                starting=False,
+            )
             _handle_signals(controller)
             if stop_requests:
                 controller.stop()
@@ -174,7 +165,7 @@ def run_from_stdin(parent: int) -> None:
             log_folder=config.log_folder,
             replica_class=config.replica_class,
             supervised=True,
-            check=_check,
+            check=check_spec,
         )
         await controller.open()
         _handle_signals(controller)
@@ -200,7 +191,7 @@ def _tell(pipe: IO[bytes], view: View) -> None:
     pipe.flush()
 
 
-def _check(spec: ClusterSpec) -> ClusterSpec:
+def check_spec(spec: ClusterSpec) -> ClusterSpec:
     """Of other models: their files where they are here, and their commits. Raises a HeadraceError."""
     return check_models(spec, log.warning)[0]
 

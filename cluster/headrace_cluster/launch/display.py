@@ -2,8 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from headrace_cluster.core.view import BUILT_AGAIN, View
 from headrace_proto.log_line import LogFormat
@@ -54,51 +53,30 @@ def restore_cursor() -> None:
         stderr().write("\r\x1b[J\x1b[?25h")
 
 
-class StartDisplay(Protocol):
-    """Shows parts of a start, each with its stage."""
-
-    def update(self, part: str, stage: str, fraction: float) -> None:
-        """`fraction` is 0..1."""
-        ...
-
-    def __enter__(self) -> "StartDisplay": ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-
-def start_display(format: LogFormat = "text") -> StartDisplay:
-    """The display that fits stderr."""
-    from headrace_proto.logs import stderr
-
-    return _Bars() if stderr().isatty() and format == "text" else _Lines()
-
-
-class _Lines:
-    """A line whenever a stage changes."""
+class StartDisplay:
+    """Shows parts of a start: a line whenever the stage of a part changes."""
 
     def __init__(self) -> None:
         self._shown: dict[str, str] = {}
 
     def update(self, part: str, stage: str, fraction: float) -> None:
+        """`fraction` is 0..1."""
         if self._shown.get(part) != stage:
             self._shown[part] = stage
             show_message(f"{part}: {stage}")
 
-    def __enter__(self) -> "_Lines":
+    def __enter__(self) -> "StartDisplay":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         return None
 
 
-class _Bars:
+class _Bars(StartDisplay):
     """A live bar per part."""
 
     def __init__(self) -> None:
+        super().__init__()
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -134,12 +112,17 @@ class _Bars:
         self._progress.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         global _bars
         _bars = None
         self._progress.stop()
+
+
+def start_display(format: LogFormat = "text") -> StartDisplay:
+    """The display that fits stderr."""
+    from headrace_proto.logs import stderr
+
+    return _Bars() if stderr().isatty() and format == "text" else StartDisplay()
 
 
 class ClusterDisplay:

@@ -1,63 +1,56 @@
 """A `serve` whose Ray, controller and routers have been started, until a stop is requested."""
 
 import threading
-import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
 
-from headrace_cluster.core.view import RouterPlace, View
+from headrace_cluster.core.view import View
 from headrace_cluster.errors import ReplicaFailedError
+from headrace_cluster.launch.controller_process import ControllerProcess
 from headrace_cluster.launch.display import ClusterDisplay, StartDisplay, show_message
-from headrace_cluster.launch.routers import RouterGroup
+from headrace_cluster.launch.routers import RouterGroup, reachable_address
 from headrace_cluster.launch.server_record import ServerRecord
+from headrace_cluster.launch.signals import StopSignals
+from headrace_cluster.ray.local_ray import LocalRay
 from headrace_proto.quantities import counted
 
 START_SECONDS = 0.3  # between two rounds of a cluster that starts
 WATCH_SECONDS = 0.5  # of one that serves
 
 
-class WatchedController(Protocol):
-    """The part of a ControllerProcess that is used here."""
-
-    def poll(self) -> View | None:
-        """The newest view; None without one. Raises HeadraceError."""
-        ...
-
-    def messages(self) -> list[str]:
-        """What happened since the last call."""
-        ...
-
-
-class WatchedRay(Protocol):
-    """The part of a LocalRay that is used here."""
-
-    def check(self) -> list[str]:
-        """What happened since the last call. Raises HeadraceError."""
-        ...
-
-
 class RunningCluster:
     """For one thread. Nothing here waits for Ray: routers are restarted whatever Ray does."""
 
-    def __init__(self, ray: WatchedRay, controller: WatchedController, routers: RouterGroup | None) -> None:
+    def __init__(
+        self, ray: LocalRay, controller: ControllerProcess, routers: RouterGroup | None, record: ServerRecord
+    ) -> None:
         """routers: none = they are started elsewhere."""
         self.view: View | None = None  # the last one
-        self.places: Sequence[RouterPlace] = ()  # of the routers, once all have been listed
         self._ray = ray
         self._controller = controller
         self._routers = routers
+        self._record = record
         self._shown = ClusterDisplay()
 
-    def await_ready(self, display: StartDisplay, record: ServerRecord, enter_serving: Callable[[], None]) -> None:
-        """Waits until every replica and every router is ready; shows the stages, and records the routers' addresses.
+    def await_ready(self, display: StartDisplay, signals: StopSignals) -> bool:
+        """Waits until every replica and every router is ready; False if a stop is requested meanwhile.
 
-        enter_serving: called as soon as clients may have requests in flight: a replica that waits for a place, or
-        loads for long, keeps the others from nothing.
-        Raises ReplicaFailedError when any replica cannot start while none is up; RouterFailedError when a router cannot
-        while no client is served; KeyboardInterrupt when an operator requests a stop.
+        As soon as one replica is ready, clients may have requests in flight: a replica that waits for a place, or
+        loads for long, keeps the others from nothing. Raises ReplicaFailedError when any replica cannot start while
+        none is up; ChildFailedError when a router cannot while no client is served.
         """
-        while not self._is_ready(display, record, enter_serving):
-            time.sleep(START_SECONDS)
+        while not signals.requested.wait(START_SECONDS):
+            view = self._supervise()
+            if view is None:
+                continue
+            if view.stop_requested:
+                return False
+            unable = next(iter(view.unable.values()), "") if not view.started else ""
+            if refusal := view.fatal or unable:
+                raise ReplicaFailedError(refusal)
+            self._shown.show_start(view, display)
+            signals.serving = signals.serving or bool(view.started)
+            if view.ready and self._routers_ready(view):
+                return True
+        return False
 
     def watch(self, stop_requested: threading.Event) -> None:
         """Runs until the event or an admin call requests a stop. Shows failures and recoveries."""
@@ -73,40 +66,22 @@ class RunningCluster:
         count = self.view.in_flight if self.view is not None else 0
         return f"; {counted(count, 'request')} in flight: up to {seconds:g} s to finish" if count else ""
 
-    def _is_ready(self, display: StartDisplay, record: ServerRecord, enter_serving: Callable[[], None]) -> bool:
-        view = self._supervise()
-        if view is None:
-            return False
-        if view.stop_requested:
-            raise KeyboardInterrupt
-        unable = next(iter(view.unable.values()), "") if not view.started else ""
-        if refusal := view.fatal or unable:
-            raise ReplicaFailedError(refusal)
-        self._shown.show_start(view, display)
-        if view.started:
-            enter_serving()
-        if self._routers is None:
-            return view.ready
-        self.places = self._routers.places(view.routers)
-        if self.places:
-            record.add_routers(self.places)
-        return view.ready and self._routers.ready(self.places)
+    def _routers_ready(self, view: View) -> bool:
+        return self._routers is None or self._routers.ready(self._routers.places(view.routers))
 
     def _supervise(self) -> View | None:
         """One round of what is done in every phase."""
+        events = []
         if self._routers is not None:
             serving = self.view is not None and bool(self.view.started and self.view.routers)
-            _warn(self._routers.watch(serving=serving))
-        _warn(self._ray.check())
-        try:
-            view = self._controller.poll()
-        finally:
-            for message in self._controller.messages():
-                show_message(message)
-        self.view = view or self.view
+            events += self._routers.watch(serving=serving)
+        events.append(self._ray.check())
+        view, event = self._controller.poll()
+        for each in (*events, event):
+            if each:
+                show_message(each, "warning")
+        if view is not None:
+            self.view = view
+            if self._routers is not None and (places := self._routers.places(view.routers)):
+                self._record.update(metrics=tuple(reachable_address(place.metrics) for place in places))
         return view
-
-
-def _warn(events: Iterable[str]) -> None:
-    for event in events:
-        show_message(event, "warning")

@@ -7,9 +7,6 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-# Every descendant of a `serve` inherits this variable, and no other process has its value: see child_guard.py.
-SERVE_ID_VARIABLE = "HEADRACE_SERVE_ID"
-
 _PR_SET_PDEATHSIG = 1
 
 
