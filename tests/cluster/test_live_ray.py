@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from headrace_cluster.local import state
-from headrace_cluster.local.child_guard import ProcessMark
+from headrace_cluster.local.child_guard import is_marked
 from support.child_environment import child_environment
 
 START_SECONDS = 90
@@ -82,9 +82,8 @@ class LiveServe:
 
     def remaining(self) -> list[int]:
         """Processes that this serve started and that still run."""
-        mark = ProcessMark("HEADRACE_SERVE_ID=unknown", self.folder)
         pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
-        return [pid for pid in pids if pid != os.getpid() and mark.matches(pid)]
+        return [pid for pid in pids if pid != os.getpid() and is_marked(pid, "unknown", self.folder)]
 
     def close(self) -> None:
         if self.process.poll() is None:

@@ -20,7 +20,7 @@ from headrace_cluster.cli.servers import ServerChoice
 from headrace_cluster.controller.admin import admin_app, admin_server, listen
 from headrace_cluster.errors import CertificateError, NotRunningError, ServerChoiceError, ServerError, SpecError
 from headrace_cluster.launch.server_record import ServerRecord
-from headrace_cluster.launch.start_checks import check_tls
+from headrace_cluster.launch.start_checks import check_files
 from headrace_cluster.local import state
 from headrace_cluster.local.processes import ProcessId
 from headrace_cluster.local.tls_client import trusted
@@ -216,9 +216,9 @@ def _spec(files: dict[str, Path], **more: Any) -> ClusterSpec:
 
 
 def test_a_start_refuses_files_that_cannot_be_used(files: dict[str, Path], authority: Authority) -> None:
-    check_tls(_spec(files))
+    check_files(_spec(files), with_router=True)
     with pytest.raises(TlsFileError, match="is not that of"):
-        check_tls(_spec(files | {"key": authority.issue("other")[1]}))
+        check_files(_spec(files | {"key": authority.issue("other")[1]}), with_router=True)
     with pytest.raises(SpecError, match="--tls-cert and --tls-key belong together"):
         _spec({"cert": files["cert"]})
 

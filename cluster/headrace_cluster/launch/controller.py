@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -18,7 +19,7 @@ from headrace_cluster.core.revisions import moved_note, resolved_revisions
 from headrace_cluster.core.view import ControllerConfig, View
 from headrace_cluster.errors import ControllerTakenError, RayLostError, SpecError
 from headrace_cluster.launch.banner import attached_note, banner, starting
-from headrace_cluster.launch.display import ClusterDisplay, log_unexpected, show_message, start_display, use_log_format
+from headrace_cluster.launch.display import ClusterDisplay, show_failure, show_message, start_display, use_log_format
 from headrace_cluster.launch.server_record import ServerRecord
 from headrace_cluster.launch.signals import STOP_ALL
 from headrace_cluster.launch.start_checks import check_models, check_start
@@ -50,12 +51,10 @@ def run_controller(spec: ClusterSpec, file: SpecFile | None = None, replica_clas
         status = 0
     except SpecError:
         raise
-    except HeadraceError as error:
-        show_message(str(error), "error")
     except KeyboardInterrupt:
         status = 130
     except Exception as error:
-        log_unexpected(error)
+        show_failure(error)
     os._exit(status)  # without Ray's exit handlers, which may wait for a GCS
 
 
@@ -77,17 +76,14 @@ def _control(spec: ClusterSpec, file: SpecFile | None, replica_class: str) -> bo
         record = ServerRecord(spec, with_router=False, detaches=True)
         stack.callback(record.path.unlink, missing_ok=True)
         with start_display(spec.logs.format) as display:
-            checked = check_start(
-                spec,
-                lambda stage: display.update("model", stage, 0.0),
-                lambda warning: show_message(warning, "warning"),
-                with_router=False,
-            )
+            warn = partial(show_message, level="warning")
+            display.update("model", "checking its files", 0.0)
+            checked = check_start(spec, warn, with_router=False)
             display.update("Ray", f"joining {spec.ray.address}", 0.2)
             from headrace_cluster.ray import connection
             from headrace_cluster.ray.controller import Controller, prepare
 
-            dashboard = connection.join_when_up(checked, lambda reason: show_message(reason, "warning"))
+            dashboard = connection.join_when_up(checked, warn)
             logs = ""
             if spec.logs.files:
                 folder = make_run_folder(spec.cluster, spec.admin.port)
@@ -176,11 +172,9 @@ def run_from_stdin(parent: int) -> None:
     try:
         connection.join(spec)
         asyncio.run(run())
-    except HeadraceError as error:
-        log.error(str(error))
-        status = 1
     except Exception as error:
-        log.error(f"unexpected {type(error).__name__}: {error}", exc_info=error)
+        is_known = isinstance(error, HeadraceError)
+        log.error(str(error) if is_known else f"unexpected {error!r}", exc_info=None if is_known else error)
         status = 1
     os._exit(status)
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from headrace_cluster.core.view import BUILT_AGAIN, View
+from headrace_proto.errors import HeadraceError
 from headrace_proto.log_line import LogFormat
 
 _log: Any = None  # of a server process; client commands print sentences
@@ -40,9 +41,12 @@ def show_message(sentence: str, level: Literal["info", "warning", "error"] = "in
         _bars.resume()
 
 
-def log_unexpected(error: Exception) -> None:
-    """One line on the terminal; the traceback is in the log file. For a server process."""
-    _log.error(f"unexpected {type(error).__name__}: {error}", exc_info=error)
+def show_failure(error: Exception) -> None:
+    """Why a server process ends: its sentence, or for an unexpected error one line, with the traceback in the log."""
+    if isinstance(error, HeadraceError):
+        show_message(str(error), "error")
+    else:
+        _log.error(f"unexpected {type(error).__name__}: {error}", exc_info=error)
 
 
 def restore_cursor() -> None:

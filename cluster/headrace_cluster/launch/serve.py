@@ -4,6 +4,7 @@ import contextlib
 import os
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 from headrace_cluster.core.rank_config import REPLICA_CLASS
@@ -11,13 +12,7 @@ from headrace_cluster.core.view import ControllerConfig
 from headrace_cluster.errors import SpecError
 from headrace_cluster.launch.banner import banner, starting
 from headrace_cluster.launch.controller_process import ControllerProcess
-from headrace_cluster.launch.display import (
-    log_unexpected,
-    restore_cursor,
-    show_message,
-    start_display,
-    use_log_format,
-)
+from headrace_cluster.launch.display import restore_cursor, show_failure, show_message, start_display, use_log_format
 from headrace_cluster.launch.routers import RouterGroup
 from headrace_cluster.launch.running_cluster import RunningCluster
 from headrace_cluster.launch.server_record import ServerRecord
@@ -30,7 +25,6 @@ from headrace_cluster.program import program_name
 from headrace_cluster.ray.local_ray import LOCALHOST, LocalRay, make_temp_dir
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_cluster.spec.key_rules import KeyRules
-from headrace_proto.errors import HeadraceError
 from headrace_proto.logs import LogConfig, add_log_file
 
 CLOSE_SECONDS = 4.0  # from the end of the last request to the end of all processes, by force if necessary
@@ -79,10 +73,7 @@ class Serve:
                 self._status = 1
                 if self._record.state.log_folder:
                     show_message(f"logs: {self._record.state.log_folder}")
-                if isinstance(error, HeadraceError):
-                    show_message(str(error), "error")
-                else:
-                    log_unexpected(error)
+                show_failure(error)
         self._exit_lock.acquire()
         if not self._status:
             show_message("stopped")
@@ -92,12 +83,8 @@ class Serve:
         """stack: gets the end of each phase."""
         show_message(starting(self._spec.models))
         with start_display(self._spec.logs.format) as display:
-            self._spec = check_start(
-                self._spec,
-                lambda stage: display.update("model", stage, 0.0),
-                lambda warning: show_message(warning, "warning"),
-                with_router=self._with_router,
-            )
+            display.update("model", "checking its files", 0.0)
+            self._spec = check_start(self._spec, partial(show_message, level="warning"), with_router=self._with_router)
             display.update("model", "checked", 1.0)
             controller = stack.enter_context(ControllerProcess(self._spec, LOCALHOST))
             routers = RouterGroup(self._spec) if self._with_router else None

@@ -83,14 +83,11 @@ def check_files(spec: ClusterSpec, *, with_router: bool) -> None:
         spec.auth.load_all()
 
 
-def check_start(
-    spec: ClusterSpec, report: Callable[[str], None], warn: Callable[[str], None], *, with_router: bool
-) -> ClusterSpec:
+def check_start(spec: ClusterSpec, warn: Callable[[str], None], *, with_router: bool) -> ClusterSpec:
     """The spec with commits as revisions of the Hub's models: every rank loads these, also when it is repaired.
 
-    Raises a HeadraceError. `report` receives the stage, `warn` sentences about problems that allow a start.
+    Raises a HeadraceError. `warn` receives sentences about problems that allow a start.
     """
-    report("checking its files")
     check_files(spec, with_router=with_router)
     machine = this_machine() if spec.ray.address is None else None
     if machine is not None:
