@@ -147,7 +147,7 @@ def test_a_router_that_was_listed_is_restarted_and_one_that_never_was_is_an_erro
     group = start(count=2)
     other = RouterPlace("router-x", 1, "10.0.0.1:8000", "", "10.0.0.1:8000")  # a `headrace router` elsewhere
     first, second = map(_place, configs)
-    assert group.places([other, first]) == [] and not group.ready([])
+    assert group.places([other, first]) == [] and not group.ready([other, first])
     children[0].code = -9
     assert group.watch() == ["router 1 of 2 ended (killed by signal 9); starting another one now"]
     children[1].code = 1

@@ -19,7 +19,7 @@ from headrace_cluster.core.revisions import moved_note, resolved_revisions
 from headrace_cluster.core.view import ControllerConfig, View
 from headrace_cluster.errors import ControllerTakenError, RayLostError, SpecError
 from headrace_cluster.launch.banner import attached_note, banner, starting
-from headrace_cluster.launch.display import ClusterDisplay, show_failure, show_message, start_display, use_log_format
+from headrace_cluster.launch.display import ClusterDisplay, StartDisplay, show_failure, show_message, use_log_format
 from headrace_cluster.launch.server_record import ServerRecord
 from headrace_cluster.launch.signals import STOP_ALL
 from headrace_cluster.launch.start_checks import check_models, check_start
@@ -73,24 +73,24 @@ def _control(spec: ClusterSpec, file: SpecFile | None, replica_class: str) -> bo
     signal.signal(STOP_ALL, lambda number, _: stop_requests.append(number))
     with contextlib.ExitStack() as stack:
         show_message(starting(spec.models))
+        display = StartDisplay()
         record = ServerRecord(spec, with_router=False, detaches=True)
         stack.callback(record.path.unlink, missing_ok=True)
-        with start_display(spec.logs.format) as display:
-            warn = partial(show_message, level="warning")
-            display.update("model", "checking its files", 0.0)
-            checked = check_start(spec, warn, with_router=False)
-            display.update("Ray", f"joining {spec.ray.address}", 0.2)
-            from headrace_cluster.ray import connection
-            from headrace_cluster.ray.controller import Controller, prepare
+        warn = partial(show_message, level="warning")
+        display.update("model", "checking its files")
+        checked = check_start(spec, warn, with_router=False)
+        display.update("Ray", f"joining {spec.ray.address}")
+        from headrace_cluster.ray import connection
+        from headrace_cluster.ray.controller import Controller, prepare
 
-            dashboard = connection.join_when_up(checked, warn)
-            logs = ""
-            if spec.logs.files:
-                folder = make_run_folder(spec.cluster, spec.admin.port)
-                logs, path = str(folder), str(log_path(folder, "controller"))
-                add_log_file(LogConfig("controller", path=path, format=spec.logs.format))
-                show_message(f"logs: {logs}")
-                record.update(log_folder=logs)
+        dashboard = connection.join_when_up(checked, warn)
+        logs = ""
+        if spec.logs.files:
+            folder = make_run_folder(spec.cluster, spec.admin.port)
+            logs, path = str(folder), str(log_path(folder, "controller"))
+            add_log_file(LogConfig("controller", path=path, format=spec.logs.format))
+            show_message(f"logs: {logs}")
+            record.update(log_folder=logs)
         found = resolved_revisions(spec, checked)
         leased, lease, words = prepare(checked, found)
         for name, now in found.items():
@@ -122,7 +122,7 @@ def _control(spec: ClusterSpec, file: SpecFile | None, replica_class: str) -> bo
             _handle_signals(controller)
             if stop_requests:
                 controller.stop()
-            await _show(controller, record, leased, began)
+            await _show(controller, record, leased, display, began)
             if controller.node_lost:
                 raise RayLostError(
                     f"this node has left the Ray at {spec.ray.address}: start the controller again on a node of it; "
@@ -198,12 +198,11 @@ def _handle_signals(controller: Any) -> None:
     loop.add_signal_handler(STOP_ALL, controller.stop)
 
 
-async def _show(controller: Any, record: ServerRecord, spec: ClusterSpec, began: float) -> None:
+async def _show(controller: Any, record: ServerRecord, spec: ClusterSpec, display: StartDisplay, began: float) -> None:
     """Shows what happens until this process is to end."""
     shown, logs = ClusterDisplay(), spec.logs
-    with start_display(logs.format) as display:
-        while not (view := controller.view()).ready and not await _ended(controller):
-            shown.show_start(view, display)
+    while not (view := controller.view()).ready and not await _ended(controller):
+        shown.show_start(view, display)
     if view.ready:
         seconds = time.monotonic() - began
         banner(record.state, view.started, view.roles, seconds, keys=KeyRules.of(spec), verbose=logs.verbose).show(

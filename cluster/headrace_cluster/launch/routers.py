@@ -123,9 +123,9 @@ class RouterGroup:
             child.was_up |= router_id in by_id
         return [by_id[each] for each in self._ids] if by_id.keys() >= set(self._ids) else []
 
-    def ready(self, places: Sequence[RouterPlace]) -> bool:
-        """Whether every router reports ready on its own address."""
-        cert = self._spec.tls.cert
+    def ready(self, known: Sequence[RouterPlace]) -> bool:
+        """Whether every router is in the controller's list, and reports ready on its own address."""
+        cert, places = self._spec.tls.cert, self.places(known)
         context = pinned(cert) if cert is not None else None
         return bool(places) and all(_is_ready(place.metrics, context) for place in places)
 

@@ -10,7 +10,6 @@ from headrace_cluster.launch.routers import RouterGroup, reachable_address
 from headrace_cluster.launch.server_record import ServerRecord
 from headrace_cluster.launch.signals import StopSignals
 from headrace_cluster.ray.local_ray import LocalRay
-from headrace_proto.quantities import counted
 
 START_SECONDS = 0.3  # between two rounds of a cluster that starts
 WATCH_SECONDS = 0.5  # of one that serves
@@ -48,7 +47,7 @@ class RunningCluster:
                 raise ReplicaFailedError(refusal)
             self._shown.show_start(view, display)
             signals.serving = signals.serving or bool(view.started)
-            if view.ready and self._routers_ready(view):
+            if view.ready and (self._routers is None or self._routers.ready(view.routers)):
                 return True
         return False
 
@@ -60,14 +59,6 @@ class RunningCluster:
                 self._shown.show_changes(view)
                 if view.stop_requested:
                     return
-
-    def drain_note(self, seconds: float) -> str:
-        """For the message of a stop; empty without requests. seconds: for those in flight."""
-        count = self.view.in_flight if self.view is not None else 0
-        return f"; {counted(count, 'request')} in flight: up to {seconds:g} s to finish" if count else ""
-
-    def _routers_ready(self, view: View) -> bool:
-        return self._routers is None or self._routers.ready(self._routers.places(view.routers))
 
     def _supervise(self) -> View | None:
         """One round of what is done in every phase."""

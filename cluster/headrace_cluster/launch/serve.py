@@ -12,7 +12,7 @@ from headrace_cluster.core.view import ControllerConfig
 from headrace_cluster.errors import SpecError
 from headrace_cluster.launch.banner import banner, starting
 from headrace_cluster.launch.controller_process import ControllerProcess
-from headrace_cluster.launch.display import restore_cursor, show_failure, show_message, start_display, use_log_format
+from headrace_cluster.launch.display import StartDisplay, show_failure, show_message, use_log_format
 from headrace_cluster.launch.routers import RouterGroup
 from headrace_cluster.launch.running_cluster import RunningCluster
 from headrace_cluster.launch.server_record import ServerRecord
@@ -26,6 +26,7 @@ from headrace_cluster.ray.local_ray import LOCALHOST, LocalRay, make_temp_dir
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_cluster.spec.key_rules import KeyRules
 from headrace_proto.logs import LogConfig, add_log_file
+from headrace_proto.quantities import counted
 
 CLOSE_SECONDS = 4.0  # from the end of the last request to the end of all processes, by force if necessary
 UP_SECONDS = 0.2  # between two looks at whether the first controller is up
@@ -82,35 +83,36 @@ class Serve:
     def _serve(self, ray_folder: Path, stack: contextlib.ExitStack) -> None:
         """stack: gets the end of each phase."""
         show_message(starting(self._spec.models))
-        with start_display(self._spec.logs.format) as display:
-            display.update("model", "checking its files", 0.0)
-            self._spec = check_start(self._spec, partial(show_message, level="warning"), with_router=self._with_router)
-            display.update("model", "checked", 1.0)
-            controller = stack.enter_context(ControllerProcess(self._spec, LOCALHOST))
-            routers = RouterGroup(self._spec) if self._with_router else None
-            if routers is not None:
-                self._record.add_routers(routers.http_port, routers.grpc_port)
-            logs = self._open_logs(controller.admin_port)
-            display.update("Ray", "starting", 0.2)
-            ray = LocalRay(self._spec, ray_folder, logs)
-            stack.callback(ray.stop)
-            stack.callback(controller.stop)  # before Ray: it would replace what ends
-            display.update("Ray", "up", 1.0)
-            self._start_controller(controller, ray, logs)
-            while controller.poll()[0] is None:  # a router would warn that it reaches none
-                ray.check()
-                time.sleep(UP_SECONDS)
-            stack.callback(self._limit_close)  # once the routers have ended
-            if routers is not None:
-                self._routers = routers
-                stack.callback(routers.stop, abort=lambda: ray.lost)
-                routers.start(controller.control_address, Path(self._record.state.secret_file), logs)
-            cluster = RunningCluster(ray, controller, routers, self._record)
-            is_ready = cluster.await_ready(display, self._signals)
-        if is_ready:
+        display = StartDisplay()
+        display.update("model", "checking its files")
+        self._spec = check_start(self._spec, partial(show_message, level="warning"), with_router=self._with_router)
+        display.update("model", "checked")
+        controller = stack.enter_context(ControllerProcess(self._spec, LOCALHOST))
+        routers = RouterGroup(self._spec) if self._with_router else None
+        if routers is not None:
+            self._record.add_routers(routers.http_port, routers.grpc_port)
+        logs = self._open_logs(controller.admin_port)
+        display.update("Ray", "starting")
+        ray = LocalRay(self._spec, ray_folder, logs)
+        stack.callback(ray.stop)
+        stack.callback(controller.stop)  # before Ray: it would replace what ends
+        display.update("Ray", "up")
+        self._start_controller(controller, ray, logs)
+        while controller.poll()[0] is None:  # a router would warn that it reaches none
+            ray.check()
+            time.sleep(UP_SECONDS)
+        stack.callback(self._limit_close)  # once the routers have ended
+        if routers is not None:
+            self._routers = routers
+            stack.callback(routers.stop, abort=lambda: ray.lost)
+            routers.start(controller.control_address, Path(self._record.state.secret_file), logs)
+        cluster = RunningCluster(ray, controller, routers, self._record)
+        if cluster.await_ready(display, self._signals):
             self._show_ready(cluster)
             cluster.watch(self._signals.requested)
-        show_message(f"stopping{cluster.drain_note(self._spec.routers.shutdown_seconds)}; once more to stop at once")
+        count = cluster.view.in_flight if cluster.view is not None else 0
+        limit = f"; {counted(count, 'request')} in flight: up to {self._spec.routers.shutdown_seconds:g} s to finish"
+        show_message(f"stopping{limit if count else ''}; once more to stop at once")
 
     def _open_logs(self, admin_port: int) -> Path:
         """Creates the folder of this run; this process logs there from now on. Raises StateError."""
@@ -166,6 +168,5 @@ class Serve:
         if number and self._routers is not None:
             show_message("stopping at once")
             self._routers.abort_requests(ABORT_SECONDS)
-        restore_cursor()
         show_message("stopped")
         os._exit(128 + number if number else self._status)

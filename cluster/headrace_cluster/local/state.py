@@ -68,16 +68,12 @@ def home() -> Path:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not os.access(path, os.W_OK | os.X_OK):
             raise PermissionError(13, "no permission to write")
-        problem = folder_problem(path.stat(), os.geteuid())
+        problem = folder_problem(path.stat(), os.geteuid()).format(path=path)
     except OSError as error:
-        raise StateError(
-            f"the folder {path} for keys and process ids cannot be used ({error.strerror}); "
-            "set HEADRACE_HOME to another"
-        ) from error
+        problem = str(error.strerror)
     if problem:
         raise StateError(
-            f"the folder {path} for keys and process ids is not used: {problem.format(path=path)}; "
-            "or set HEADRACE_HOME to another"
+            f"the folder {path} for keys and process ids cannot be used: {problem}; or set HEADRACE_HOME to another"
         )
     return path
 
