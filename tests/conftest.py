@@ -37,7 +37,7 @@ FAULTS = {  # area: files and folders of tests that start servers or ranks, send
         "cluster/test_local_ray.py",
         "cluster/test_operators.py",
         "cluster/test_rank_actor.py",
-        "cluster/test_child_processes.py",
+        "cluster/test_router_process.py",
         "cluster/test_servers.py",
         "cluster/test_signals.py",
         "cluster/test_tls.py",

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import signal
 import socket
 import subprocess
 import time
@@ -182,43 +181,6 @@ def test_a_start_that_fails_is_repeated(
     assert "could not be started ([Errno 12] Cannot allocate memory); starting another one in 1 s" in event
     monkeypatch.setattr(time, "monotonic", lambda: now + 2)
     assert group.watch() == [] and len(children) == 2
-
-
-def test_a_router_that_dies_is_restarted_and_stops_in_order(
-    start: Callable[..., RouterGroup],
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "uvicorn.py").write_text("raise SystemExit('a module of the folder in which it was started')")
-    group = start(AUTH)
-    _until_listening(group.http_port)
-    (child,) = group._children
-    first = child.pid
-    assert first is not None
-    assert b"key-12345" not in Path(f"/proc/{first}/cmdline").read_bytes() and os.getsid(first) == first
-    os.kill(first, signal.SIGKILL)
-    deadline = time.monotonic() + 5
-    while child.pid == first:
-        group.watch(serving=True)
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    _until_listening(group.http_port)
-    group.stop()
-    written = (tmp_path / "run" / "router.log").read_text()
-    assert written.count(" router starts (") == 2 and written.rstrip().endswith(" router has stopped")
-    assert "listening" not in capfd.readouterr().err, "the terminal gets warnings"
-
-
-def _until_listening(port: int) -> None:
-    deadline = time.monotonic() + 20
-    while True:
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        assert time.monotonic() < deadline, "the router does not listen"
-        time.sleep(0.05)
 
 
 # -- the controller --------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from headrace_cluster.program import program_name
 from headrace_cluster.ray.local_ray import LOCALHOST, LocalRay, make_temp_dir
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_cluster.spec.key_rules import KeyRules
+from headrace_proto.errors import ListenError
 from headrace_proto.logs import LogConfig, add_log_file
 from headrace_proto.quantities import counted
 
@@ -87,8 +88,13 @@ class Serve:
         display.update("model", "checking its files")
         self._spec = check_start(self._spec, partial(show_message, level="warning"), with_router=self._with_router)
         display.update("model", "checked")
-        controller = stack.enter_context(ControllerProcess(self._spec, LOCALHOST))
-        routers = RouterGroup(self._spec) if self._with_router else None
+        try:
+            controller = stack.enter_context(ControllerProcess(self._spec, LOCALHOST))
+            routers = RouterGroup(self._spec) if self._with_router else None
+        except ListenError as error:
+            others = [state.describe(server) for server in state.running() if server.pid != os.getpid()]
+            hint = f"; running: {'; '.join(others)}: a second server needs --port, --grpc-port, --admin-port of its own"
+            raise ListenError(f"{error}{hint if others else ''}") from error
         if routers is not None:
             self._record.add_routers(routers.http_port, routers.grpc_port)
         logs = self._open_logs(controller.admin_port)
