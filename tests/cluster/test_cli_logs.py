@@ -34,7 +34,7 @@ def run() -> Path:
     (folder / "router-2.log").write_text(_line(3, "third") + "Traceback\n  of the third\n")
     (folder / "m-0-rank0.log").write_text(_line(4, "fourth"))
     (folder / "m-10-rank0.log").write_text(_line(6, "sixth"))
-    state.write(folder / SERVER_FILE, _server(8002, folder, os.getpid()))
+    state.save(_server(8002, folder, os.getpid()), folder / SERVER_FILE)
     return folder
 
 
@@ -107,7 +107,7 @@ def _ended(base: int, minute: int, model: str, cluster: str = "headrace") -> Pat
     run = make_run_folder(cluster, base + 2, datetime(2026, 11, 22, 2, minute, tzinfo=UTC))
     url, admin, grpc = f"http://127.0.0.1:{base}", f"http://127.0.0.1:{base + 2}", f"127.0.0.1:{base + 1}"
     server = ServeState(1, 1, cluster, admin, "", base + 2, url, grpc, (model,), control_address="127.0.0.1:5")
-    state.write(run / SERVER_FILE, server)
+    state.save(server, run / SERVER_FILE)
     (run / f"{model}-0-rank0.log").write_text(_line(1, model))
     return run
 

@@ -22,7 +22,7 @@ def test_the_last_five_runs_of_a_server_and_those_in_use_are_kept() -> None:
     other, alive = _run(0, port=9000), _run(0)
     me = ProcessId.of(os.getpid())
     assert me is not None
-    state.write(alive / SERVER_FILE, state.ServeState(me.pid, me.started, "headrace", "", "", 8002))
+    state.save(state.ServeState(me.pid, me.started, "headrace", "", "", 8002), alive / SERVER_FILE)
     for number in range(1, 8):
         folder = _run(number)
         (folder / "serve.log").write_text("x")

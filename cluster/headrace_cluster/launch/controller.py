@@ -76,6 +76,7 @@ def _control(spec: ClusterSpec, file: SpecFile | None, replica_class: str) -> bo
         display = StartDisplay()
         record = ServerRecord(spec, with_router=False, detaches=True)
         stack.callback(record.path.unlink, missing_ok=True)
+        record.save()
         warn = partial(show_message, level="warning")
         display.update("model", "checking its files")
         checked = check_start(spec, warn, with_router=False)

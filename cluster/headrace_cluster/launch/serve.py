@@ -69,6 +69,7 @@ class Serve:
         ray_folder = make_temp_dir()
         with ChildGuard(ray_folder, self._record.path), contextlib.ExitStack() as stack:
             self._signals.install()
+            self._record.save()
             try:
                 self._serve(ray_folder, stack)
             except Exception as error:
@@ -171,7 +172,7 @@ class Serve:
         """
         if not self._exit_lock.acquire(blocking=False):
             return  # the main thread is ending the process already
-        if number and self._routers is not None:
+        if number and self._signals.serving and self._routers is not None:
             show_message("stopping at once")
             self._routers.abort_requests(ABORT_SECONDS)
         show_message("stopped")

@@ -16,7 +16,7 @@ from headrace_proto.address import host_port
 
 
 class ServerRecord:
-    """Each phase of the start adds what it knows. All methods raise StateError."""
+    """Each phase of the start adds what it knows. Before `save` it is in memory only. Writing raises StateError."""
 
     def __init__(self, spec: ClusterSpec, *, with_router: bool, detaches: bool = False) -> None:
         """Of a process that starts: addresses are those of the spec. detaches: the cluster goes on after its end."""
@@ -27,37 +27,44 @@ class ServerRecord:
             pid=process.pid,
             started=process.started,
             cluster=spec.cluster,
-            admin_url="",
             admin_key=state.new_key(),
-            admin_port=0,
             models=tuple(model.name for model in spec.models),
             since=int(time.time()),
             starting=True,
             tls_cert=str(spec.tls.cert or ""),
             detaches=detaches,
             shutdown_seconds=spec.routers.shutdown_seconds,
+            **self._admin(spec.admin.port),
+            **(self._public(spec.routers.port, spec.routers.grpc_port) if with_router else {}),
         )
-        self.path = state.save(self.state)
-        self.add_admin(spec.admin.port)
-        if with_router:
-            self.add_routers(spec.routers.port, spec.routers.grpc_port)
+        self.path = state.path_of(self.state)
 
-    def add_admin(self, port: int) -> None:
-        """The port of the admin API."""
-        url = f"{self._spec.tls.scheme}://{host_port(self._spec.admin.host, port)}"
-        self.update(admin_url=url, admin_port=port)
-
-    def add_routers(self, http_port: int, grpc_port: int) -> None:
-        """The ports of the public APIs."""
-        host = reachable(self._spec.routers.host)
-        url = f"{self._spec.tls.scheme}://{host_port(host, http_port)}"
-        self.update(http_url=url, grpc_address=host_port(host, grpc_port))
+    def save(self) -> None:
+        """Writes the state file; the log folder keeps what is no key after the end."""
+        state.save(self.state)
+        if self.state.log_folder:
+            state.save(replace(self.state, admin_key=""), Path(self.state.log_folder) / SERVER_FILE)
 
     def update(self, **known: Any) -> None:
         """Writes what changed."""
         changed = replace(self.state, **known)
         if changed != self.state:
             self.state = changed
-            state.save(changed)
-            if changed.log_folder:  # it stays there after the end
-                state.write(Path(changed.log_folder) / SERVER_FILE, replace(changed, admin_key=""))
+            self.save()
+
+    def add_admin(self, port: int) -> None:
+        """The port of the admin API."""
+        self.update(**self._admin(port))
+
+    def add_routers(self, http_port: int, grpc_port: int) -> None:
+        """The ports of the public APIs."""
+        self.update(**self._public(http_port, grpc_port))
+
+    def _admin(self, port: int) -> dict[str, Any]:
+        url = f"{self._spec.tls.scheme}://{host_port(self._spec.admin.host, port)}"
+        return {"admin_url": url, "admin_port": port}
+
+    def _public(self, http_port: int, grpc_port: int) -> dict[str, Any]:
+        host = reachable(self._spec.routers.host)
+        url = f"{self._spec.tls.scheme}://{host_port(host, http_port)}"
+        return {"http_url": url, "grpc_address": host_port(host, grpc_port)}

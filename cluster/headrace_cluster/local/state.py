@@ -91,16 +91,16 @@ def new_key() -> str:
     return secrets.token_urlsafe(32)
 
 
-def save(state: ServeState) -> Path:
-    """Writes a serve's file. Raises StateError."""
-    path = home() / f"serve-{state.pid}.json"
-    write(path, state)
-    return path
+def path_of(state: ServeState) -> Path:
+    """Of its state file. Raises StateError."""
+    return home() / f"serve-{state.pid}.json"
 
 
-def write(path: Path, state: ServeState) -> None:
-    """Raises StateError."""
+def save(state: ServeState, path: Path | None = None) -> Path:
+    """Writes a state file, by default that of `path_of`. Raises StateError."""
+    path = path_of(state) if path is None else path
     write_private(path, json.dumps(asdict(state), indent=1) + "\n")
+    return path
 
 
 def running() -> list[ServeState]:
