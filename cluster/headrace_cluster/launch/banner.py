@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headrace_cluster.core.view import Opened
+from headrace_cluster.core.view import Opened, View
 from headrace_cluster.launch.display import show_message
 from headrace_cluster.local.state import ServeState
 from headrace_cluster.program import program_name
+from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_cluster.spec.key_rules import KeyRules
 from headrace_cluster.spec.model_spec import ModelSpec
 from headrace_proto.address import port_of
@@ -51,6 +52,12 @@ class Banner:
             name = key or name
             found[name] = f"{found[name]}; {row}" if name in found else row
         return found
+
+
+def show_ready(state: ServeState, view: View, spec: ClusterSpec, seconds: float) -> None:
+    """Shows the banner of a cluster that has become ready within `seconds`."""
+    keys, logs = KeyRules.of(spec), spec.logs
+    banner(state, view.started, view.roles, seconds, keys=keys, verbose=logs.verbose).show(logs.format)
 
 
 def banner(

@@ -18,8 +18,8 @@ from headrace_cluster.core.rank_config import REPLICA_CLASS
 from headrace_cluster.core.revisions import moved_note, resolved_revisions
 from headrace_cluster.core.view import ControllerConfig, View
 from headrace_cluster.errors import ControllerTakenError, RayLostError, SpecError
-from headrace_cluster.launch.banner import attached_note, banner, starting
-from headrace_cluster.launch.display import ClusterDisplay, StartDisplay, show_failure, show_message, use_log_format
+from headrace_cluster.launch.banner import attached_note, show_ready, starting
+from headrace_cluster.launch.display import ClusterDisplay, show_failure, show_message, use_log_format
 from headrace_cluster.launch.server_record import ServerRecord
 from headrace_cluster.launch.signals import STOP_ALL
 from headrace_cluster.launch.start_checks import check_models, check_start
@@ -27,7 +27,6 @@ from headrace_cluster.local.processes import set_parent_death_signal
 from headrace_cluster.local.run_logs import log_path, make_run_folder
 from headrace_cluster.program import program_name
 from headrace_cluster.spec.cluster_spec import ClusterSpec
-from headrace_cluster.spec.key_rules import KeyRules
 from headrace_proto.address import host_port
 from headrace_proto.cluster_member import SecretFile
 from headrace_proto.errors import HeadraceError
@@ -73,14 +72,14 @@ def _control(spec: ClusterSpec, file: SpecFile | None, replica_class: str) -> bo
     signal.signal(STOP_ALL, lambda number, _: stop_requests.append(number))
     with contextlib.ExitStack() as stack:
         show_message(starting(spec.models))
-        display = StartDisplay()
+        display = ClusterDisplay()
         record = ServerRecord(spec, with_router=False, detaches=True)
         stack.callback(record.path.unlink, missing_ok=True)
         record.save()
         warn = partial(show_message, level="warning")
-        display.update("model", "checking its files")
+        display.show_stage("model", "checking its files")
         checked = check_start(spec, warn, with_router=False)
-        display.update("Ray", f"joining {spec.ray.address}")
+        display.show_stage("Ray", f"joining {spec.ray.address}")
         from headrace_cluster.ray import connection
         from headrace_cluster.ray.controller import Controller, prepare
 
@@ -199,18 +198,16 @@ def _handle_signals(controller: Any) -> None:
     loop.add_signal_handler(STOP_ALL, controller.stop)
 
 
-async def _show(controller: Any, record: ServerRecord, spec: ClusterSpec, display: StartDisplay, began: float) -> None:
+async def _show(
+    controller: Any, record: ServerRecord, spec: ClusterSpec, display: ClusterDisplay, began: float
+) -> None:
     """Shows what happens until this process is to end."""
-    shown, logs = ClusterDisplay(), spec.logs
     while not (view := controller.view()).ready and not await _ended(controller):
-        shown.show_start(view, display)
+        display.show_start(view)
     if view.ready:
-        seconds = time.monotonic() - began
-        banner(record.state, view.started, view.roles, seconds, keys=KeyRules.of(spec), verbose=logs.verbose).show(
-            logs.format
-        )
+        show_ready(record.state, view, spec, time.monotonic() - began)
     while not await _ended(controller):
-        shown.show_changes(controller.view())
+        display.show_changes(controller.view())
 
 
 async def _ended(controller: Any) -> bool:

@@ -44,39 +44,33 @@ def show_failure(error: Exception) -> None:
         _log.error(f"unexpected {type(error).__name__}: {error}", exc_info=error)
 
 
-class StartDisplay:
-    """Shows parts of a start: a line whenever the stage of a part changes, and at each tenth of a long stage."""
-
-    def __init__(self) -> None:
-        self._shown: dict[str, tuple[str, int]] = {}
-
-    def update(self, part: str, stage: str, fraction: float = 0.0) -> None:
-        """`fraction` is 0..1."""
-        shown, tenths = self._shown.get(part, ("", 0)), int(fraction * 10)
-        if shown[0] != stage:
-            show_message(f"{part}: {stage}")
-        elif shown[1] < tenths < 10:
-            show_message(f"{part}: {stage}, {10 * tenths} %")
-        self._shown[part] = (stage, tenths)
-
-
 class ClusterDisplay:
-    """Shows one view after another: stages until all is ready, then failures and recoveries."""
+    """Shows the stages of a start, then failures and recoveries."""
 
     def __init__(self) -> None:
+        self._stages: dict[str, tuple[str, int]] = {}
         self._unable: set[str] = set()
         self._failures: dict[str, str] = {}
         self._problems: dict[str, str] = {}
 
-    def show_start(self, view: View, display: StartDisplay) -> None:
+    def show_stage(self, part: str, stage: str, fraction: float = 0.0) -> None:
+        """A line for a new stage of a part, and for each tenth of a long stage. `fraction` is 0..1."""
+        shown, tenths = self._stages.get(part, ("", 0)), int(fraction * 10)
+        if shown[0] != stage:
+            show_message(f"{part}: {stage}")
+        elif shown[1] < tenths < 10:
+            show_message(f"{part}: {stage}, {10 * tenths} %")
+        self._stages[part] = (stage, tenths)
+
+    def show_start(self, view: View) -> None:
         """While it starts."""
         for replica_id in view.unable.keys() - self._unable:
             show_message(view.unable[replica_id], "warning", replica=replica_id)
         self._unable = set(view.unable)
         for entry in view.progress:
-            display.update(entry.replica_id, entry.stage, entry.fraction)
+            self.show_stage(entry.replica_id, entry.stage, entry.fraction)
         for replica_id in view.started.keys() - {entry.replica_id for entry in view.progress}:
-            display.update(replica_id, "ready")
+            self.show_stage(replica_id, "ready")
 
     def show_changes(self, view: View) -> None:
         """Once it is ready."""

@@ -8,13 +8,12 @@ from functools import partial
 from pathlib import Path
 
 from headrace_cluster.core.rank_config import REPLICA_CLASS
-from headrace_cluster.core.view import ControllerConfig
-from headrace_cluster.errors import SpecError
-from headrace_cluster.launch.banner import banner, starting
+from headrace_cluster.core.view import ControllerConfig, View
+from headrace_cluster.errors import ReplicaFailedError, SpecError
+from headrace_cluster.launch.banner import show_ready, starting
 from headrace_cluster.launch.controller_process import ControllerProcess
-from headrace_cluster.launch.display import StartDisplay, show_failure, show_message, use_log_format
-from headrace_cluster.launch.routers import RouterGroup
-from headrace_cluster.launch.running_cluster import RunningCluster
+from headrace_cluster.launch.display import ClusterDisplay, show_failure, show_message, use_log_format
+from headrace_cluster.launch.routers import RouterGroup, reachable_address
 from headrace_cluster.launch.server_record import ServerRecord
 from headrace_cluster.launch.signals import StopSignals
 from headrace_cluster.launch.start_checks import check_start
@@ -24,14 +23,83 @@ from headrace_cluster.local.run_logs import log_path, make_run_folder
 from headrace_cluster.program import program_name
 from headrace_cluster.ray.local_ray import LOCALHOST, LocalRay, make_temp_dir
 from headrace_cluster.spec.cluster_spec import ClusterSpec
-from headrace_cluster.spec.key_rules import KeyRules
 from headrace_proto.errors import ListenError
 from headrace_proto.logs import LogConfig, add_log_file
 from headrace_proto.quantities import counted
 
 CLOSE_SECONDS = 4.0  # from the end of the last request to the end of all processes, by force if necessary
+START_SECONDS = 0.3  # between two rounds of a cluster that starts
+WATCH_SECONDS = 0.5  # of one that serves
 UP_SECONDS = 0.2  # between two looks at whether the first controller is up
 ABORT_SECONDS = 1.0  # for routers to end requests in flight with an error after a second signal
+
+
+class RunningCluster:
+    """What has been started, until a stop is requested. Nothing here waits for Ray, so that routers are restarted."""
+
+    def __init__(
+        self,
+        ray: LocalRay,
+        controller: ControllerProcess,
+        routers: RouterGroup | None,
+        record: ServerRecord,
+        display: ClusterDisplay,
+    ) -> None:
+        """routers: none = they are started elsewhere."""
+        self.view: View | None = None  # the last one
+        self._ray = ray
+        self._controller = controller
+        self._routers = routers
+        self._record = record
+        self._shown = display
+
+    def await_ready(self, signals: StopSignals) -> bool:
+        """Waits until every replica and every router is ready; False if a stop is requested meanwhile.
+
+        As soon as one replica is ready, clients may have requests in flight: a replica that waits for a place, or
+        loads for long, keeps the others from nothing. Raises ReplicaFailedError when any replica cannot start while
+        none is up; ChildFailedError when a router cannot while no client is served.
+        """
+        while not signals.requested.wait(START_SECONDS):
+            view = self._supervise()
+            if view is None:
+                continue
+            if view.stop_requested:
+                return False
+            unable = next(iter(view.unable.values()), "") if not view.started else ""
+            if refusal := view.fatal or unable:
+                raise ReplicaFailedError(refusal)
+            self._shown.show_start(view)
+            signals.serving = signals.serving or bool(view.started)
+            if view.ready and (self._routers is None or self._routers.ready(view.routers)):
+                return True
+        return False
+
+    def watch(self, stop_requested: threading.Event) -> None:
+        """Runs until the event or an admin call requests a stop. Shows failures and recoveries."""
+        while not stop_requested.wait(WATCH_SECONDS):
+            view = self._supervise()
+            if view is not None:
+                self._shown.show_changes(view)
+                if view.stop_requested:
+                    return
+
+    def _supervise(self) -> View | None:
+        """One round of what is done in every phase."""
+        events = []
+        if self._routers is not None:
+            serving = self.view is not None and bool(self.view.started and self.view.routers)
+            events += self._routers.watch(serving=serving)
+        events.append(self._ray.check())
+        view, event = self._controller.poll()
+        for each in (*events, event):
+            if each:
+                show_message(each, "warning")
+        if view is not None:
+            self.view = view
+            if self._routers is not None and (places := self._routers.places(view.routers)):
+                self._record.update(metrics=tuple(reachable_address(place.metrics) for place in places))
+        return view
 
 
 class Serve:
@@ -85,10 +153,10 @@ class Serve:
     def _serve(self, ray_folder: Path, stack: contextlib.ExitStack) -> None:
         """stack: gets the end of each phase."""
         show_message(starting(self._spec.models))
-        display = StartDisplay()
-        display.update("model", "checking its files")
+        display = ClusterDisplay()
+        display.show_stage("model", "checking its files")
         self._spec = check_start(self._spec, partial(show_message, level="warning"), with_router=self._with_router)
-        display.update("model", "checked")
+        display.show_stage("model", "checked")
         try:
             controller = stack.enter_context(ControllerProcess(self._spec, LOCALHOST))
             routers = RouterGroup(self._spec) if self._with_router else None
@@ -99,11 +167,11 @@ class Serve:
         if routers is not None:
             self._record.add_routers(routers.http_port, routers.grpc_port)
         logs = self._open_logs(controller.admin_port)
-        display.update("Ray", "starting")
+        display.show_stage("Ray", "starting")
         ray = LocalRay(self._spec, ray_folder, logs)
         stack.callback(ray.stop)
         stack.callback(controller.stop)  # before Ray: it would replace what ends
-        display.update("Ray", "up")
+        display.show_stage("Ray", "up")
         self._start_controller(controller, ray, logs)
         while controller.poll()[0] is None:  # a router would warn that it reaches none
             ray.check()
@@ -113,9 +181,9 @@ class Serve:
             self._routers = routers
             stack.callback(routers.stop, abort=lambda: ray.lost)
             routers.start(controller.control_address, Path(self._record.state.secret_file), logs)
-        cluster = RunningCluster(ray, controller, routers, self._record)
-        if cluster.await_ready(display, self._signals):
-            self._show_ready(cluster)
+        cluster = RunningCluster(ray, controller, routers, self._record, display)
+        if cluster.await_ready(self._signals) and cluster.view is not None:
+            show_ready(self._record.state, cluster.view, self._spec, time.monotonic() - self._began)
             cluster.watch(self._signals.requested)
         count = cluster.view.in_flight if cluster.view is not None else 0
         limit = f"; {counted(count, 'request')} in flight: up to {self._spec.routers.shutdown_seconds:g} s to finish"
@@ -152,13 +220,6 @@ class Serve:
                 replica_class=self._replica_class,
             )
         )
-
-    def _show_ready(self, cluster: RunningCluster) -> None:
-        view, server, logs = cluster.view, self._record.state, self._spec.logs
-        assert view is not None  # it is ready
-        seconds = time.monotonic() - self._began
-        shown = banner(server, view.started, view.roles, seconds, keys=KeyRules.of(self._spec), verbose=logs.verbose)
-        shown.show(logs.format)
 
     def _limit_close(self) -> None:
         timer = threading.Timer(CLOSE_SECONDS, self._force)

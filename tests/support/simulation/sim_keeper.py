@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from headrace_cluster.core.backoff import Restarts
 from headrace_cluster.launch.child_process import BACKOFF, WINDOW_SECONDS
 from headrace_cluster.launch.controller_process import START_SECONDS, VIEW_SECONDS
-from headrace_cluster.launch.running_cluster import WATCH_SECONDS
+from headrace_cluster.launch.serve import WATCH_SECONDS
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from support.simulation.sim_ray import SimRayError
 
