@@ -153,7 +153,7 @@ def test_a_serve_is_found_from_the_beginning_of_its_start_until_its_end(
     assert Serve(spec).run() == 1
     (server,) = seen
     assert (server.pid, server.cluster, server.models, server.starting) == (os.getpid(), "blue", ("smollm2",), True)
-    assert len(server.ports) == 2 and time.time() - server.since < 60
+    assert len(server.ports) == 3 and time.time() - server.since < 60
     (run,) = runs()
     assert capsys.readouterr().err.splitlines()[-2:] == [f"headrace: logs: {run}", "headrace: enough"]
     kept = server_of(run)

@@ -164,6 +164,7 @@ class Serve:
             others = [state.describe(server) for server in state.running() if server.pid != os.getpid()]
             hint = f"; running: {'; '.join(others)}: a second server needs --port, --grpc-port, --admin-port of its own"
             raise ListenError(f"{error}{hint if others else ''}") from error
+        self._record.add_admin(controller.admin_port)
         if routers is not None:
             self._record.add_routers(routers.http_port, routers.grpc_port)
         logs = self._open_logs(controller.admin_port)
@@ -202,7 +203,6 @@ class Serve:
         if secret_file is None:
             secret_file = ray.folder / "secret"
             state.write_private(secret_file, f"{state.new_key()}\n")
-        self._record.add_admin(controller.admin_port)
         self._record.update(
             control_address=controller.control_address,
             secret_file=str(secret_file),
