@@ -67,9 +67,9 @@ class ControllerProcess:
         event = child.watch()
         if event or not child.running:
             return None, event
-        view, self._view = self._view, None
         if child.pid != self._pid:
-            self._pid, self._deadline = child.pid, time.monotonic() + START_SECONDS
+            self._pid, self._view, self._deadline = child.pid, None, time.monotonic() + START_SECONDS
+        view, self._view = self._view, None
         if view is not None:
             child.was_up = True
             self._deadline = time.monotonic() + VIEW_SECONDS
