@@ -42,28 +42,24 @@ class Machine:
 
 def this_machine() -> Machine:
     """Takes milliseconds."""
-    return Machine(available_cores(), available_memory(), _gpu_count(_nvidia_count()))
+    return Machine(available_cores(), available_memory(), _gpu_count())
 
 
-def _gpu_count(found: int) -> int | None:
-    """As Ray counts them; None when GPUs are here that were not found."""
+def _gpu_count() -> int | None:
+    """As Ray counts them: those that NVIDIA's library lists; None when GPUs are here that it does not list."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible in ("", "NoDevFiles"):
         return 0
-    if not found and any(path.exists() for path in _UNCOUNTED_GPUS):
-        return None
-    return found if visible is None else min(found, len(visible.split(",")))
-
-
-def _nvidia_count() -> int:
-    """GPUs that the driver's management library (NVML) lists; 0 without it or its bindings."""
     try:
         import pynvml
 
         pynvml.nvmlInit()
-        return int(pynvml.nvmlDeviceGetCount())
-    except Exception:
-        return 0
+        found = int(pynvml.nvmlDeviceGetCount())
+    except Exception:  # no driver, or no bindings
+        found = 0
+    if not found and any(path.exists() for path in _UNCOUNTED_GPUS):
+        return None
+    return found if visible is None else min(found, len(visible.split(",")))
 
 
 def check_files(spec: ClusterSpec, *, with_router: bool) -> None:
