@@ -27,8 +27,8 @@ class ReplicaFailedError(HeadraceError):
     """A replica could not start; the message comes from the replica."""
 
 
-class ControllerLostError(HeadraceError):
-    """The controller's process ended, or does not answer."""
+class ChildFailedError(HeadraceError):
+    """The controller's or a router's process ended before it was up."""
 
 
 class ControllerTakenError(HeadraceError):
@@ -41,10 +41,6 @@ class AdoptionError(HeadraceError):
 
 class CertificateError(HeadraceError):
     """A client command does not accept the certificate of a server, or the server that of the client."""
-
-
-class RouterFailedError(HeadraceError):
-    """The router process ended."""
 
 
 class NotRunningError(HeadraceError):

@@ -100,7 +100,7 @@ def test_a_replica_has_one_line_unless_verbose() -> None:
     assert "  smollm2-0  cpu, float32, 2 threads, KV cache 5,808 tokens, context 2,048\n" in short
     assert "Fused" not in short
     full = _banner("smollm2", verbose=True).text()
-    for words in ("weights 513.1 MiB", "up to 256 requests", "Fused from outside: 61 norms.", "Steps: one at a time."):
+    for words in ("weights 0.50 GiB", "up to 256 requests", "Fused from outside: 61 norms.", "Steps: one at a time."):
         assert words in full
     assert f"  logs       {LOGS}  ({program_name()} logs)\n" in short
 

@@ -72,7 +72,6 @@ def test_client_commands_load_nothing_heavy(arguments: tuple[str, ...]) -> None:
         (("router", "--controller", "127.0.0.1:1"), 2, "--secret-file FILE"),
         (("router", "--controller", "127.0.0.1:1", "--secret-file", "/nowhere"), 1, "cannot be read"),
         (("controller", "tiny"), 2, "--secret-file FILE"),
-        (("router", "--config-stdin"), 2, "--secret-file"),
         (("status",), 1, "./headrace serve"),
         (("stop",), 1, "./headrace serve"),
         (("profile",), 1, "./headrace serve"),

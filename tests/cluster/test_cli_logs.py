@@ -16,7 +16,7 @@ from headrace_cluster.cli.servers import ServerChoice
 from headrace_cluster.errors import NotRunningError, ServerChoiceError
 from headrace_cluster.local import state
 from headrace_cluster.local.processes import ProcessId
-from headrace_cluster.local.run_logs import RunFolder, save_server
+from headrace_cluster.local.run_logs import SERVER_FILE, make_run_folder
 from headrace_cluster.local.state import ServeState
 from headrace_proto.log_file import LogFile
 
@@ -26,24 +26,27 @@ def _line(second: float, text: str) -> str:
 
 
 @pytest.fixture
-def run() -> RunFolder:
-    folder = RunFolder("headrace", 8002)
-    (folder.path / "serve.log").write_text(_line(1, "first") + _line(5, "fifth"))
-    (folder.path / "router-1.log").write_text(_line(2, "second"))
-    (folder.path / "router-2.log").write_text(_line(3, "third") + "Traceback\n  of the third\n")
-    (folder.path / "m-0-rank0.log").write_text(_line(4, "fourth"))
-    (folder.path / "m-10-rank0.log").write_text(_line(6, "sixth"))
+def run() -> Path:
+    """A run in use."""
+    folder = make_run_folder("headrace", 8002)
+    (folder / "serve.log").write_text(_line(1, "first") + _line(5, "fifth"))
+    (folder / "router-1.log").write_text(_line(2, "second"))
+    (folder / "router-2.log").write_text(_line(3, "third") + "Traceback\n  of the third\n")
+    (folder / "m-0-rank0.log").write_text(_line(4, "fourth"))
+    (folder / "m-10-rank0.log").write_text(_line(6, "sixth"))
+    state.save(_server(8002, folder, os.getpid()), folder / SERVER_FILE)
     return folder
 
 
-def _save(port: int, folder: Path, pid: int) -> None:
+def _server(port: int, folder: Path, pid: int) -> ServeState:
     process = ProcessId.of(pid)
     assert process is not None
-    state.save(ServeState(process.pid, process.started, "headrace", "", "", port, log_folder=str(folder)))
+    url = f"http://127.0.0.1:{port}"
+    return ServeState(process.pid, process.started, "headrace", url, "", port, log_folder=str(folder))
 
 
-def test_all_files_are_merged_by_time(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
-    print_logs(run.path, None, 100, follow=False)
+def test_all_files_are_merged_by_time(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    print_logs(run, None, 100, follow=False)
     out = capsys.readouterr().out
     words = [line.split()[-1] for line in out.splitlines() if line.startswith("2026")]
     assert words == ["first", "second", "third", "fourth", "fifth", "sixth"]
@@ -61,53 +64,52 @@ def test_all_files_are_merged_by_time(run: RunFolder, capsys: pytest.CaptureFixt
     ],
 )
 def test_one_part_and_the_last_lines(
-    run: RunFolder, capsys: pytest.CaptureFixture[str], part: str | None, lines: int, expected: list[str]
+    run: Path, capsys: pytest.CaptureFixture[str], part: str | None, lines: int, expected: list[str]
 ) -> None:
-    print_logs(run.path, part, lines, follow=False)
+    print_logs(run, part, lines, follow=False)
     out = capsys.readouterr().out
     assert [line.split()[-1] for line in out.splitlines() if line.startswith("2026")] == expected
 
 
-def test_json_records_are_ordered_by_their_time(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
-    (run.path / "serve.log").write_text('{"timestamp": "2026-11-22T02:00:09", "event": "b"}\n')
-    (run.path / "a.log").write_text('{"timestamp": "2026-11-22T02:00:07", "event": "a"}\n')
+def test_json_records_are_ordered_by_their_time(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "serve.log").write_text('{"timestamp": "2026-11-22T02:00:09", "event": "b"}\n')
+    (run / "a.log").write_text('{"timestamp": "2026-11-22T02:00:07", "event": "a"}\n')
     for name in ("a", "serve"):
-        assert log_files(run.path, name)
-    print_logs(run.path, None, 2, follow=False)
+        assert log_files(run, name)
+    print_logs(run, None, 2, follow=False)
     assert [line[-4:-2] for line in capsys.readouterr().out.splitlines()] == ['"a', '"b']
 
 
-def test_a_part_without_a_file_is_a_sentence(run: RunFolder) -> None:
+def test_a_part_without_a_file_is_a_sentence(run: Path) -> None:
     with pytest.raises(NotRunningError, match="no log of 'm-7'; it has: m-0, m-10, router, serve"):
-        log_files(run.path, "m-7")
+        log_files(run, "m-7")
 
 
 def _at(admin_port: int) -> ServerChoice:
     return ServerChoice(admin_port=admin_port, given=f"admin port {admin_port}")
 
 
-def test_the_running_server_else_the_last_run(run: RunFolder) -> None:
+def test_the_running_server_else_the_last_run(run: Path) -> None:
     with pytest.raises(NotRunningError, match="admin port 9000"):
         find_run(_at(9000))
-    assert find_run(ServerChoice()) == find_run(_at(8002)) == run.path
-    later = RunFolder("headrace", 9000, datetime.now(UTC) + timedelta(seconds=1))
-    assert find_run(ServerChoice()) == later.path and find_run(_at(8002)) == run.path
-    _save(8002, run.path, os.getpid())
-    assert find_run(ServerChoice()) == run.path, "a running server is preferred to a later run that ended"
-    _save(9000, later.path, os.getppid())
+    assert find_run(ServerChoice()) == find_run(_at(8002)) == run
+    later = make_run_folder("headrace", 9000, datetime.now(UTC) + timedelta(seconds=1))
+    assert find_run(ServerChoice()) == later and find_run(_at(8002)) == run
+    state.save(_server(8002, run, os.getpid()))
+    assert find_run(ServerChoice()) == run, "a running server is preferred to a later run that ended"
+    state.save(_server(9000, later, os.getppid()))
     with pytest.raises(ServerChoiceError, match="2 servers run"):
         find_run(ServerChoice())
 
 
 def _ended(base: int, minute: int, model: str, cluster: str = "headrace") -> Path:
     """A run that ended: HTTP at `base`, gRPC at base + 1, admin at base + 2."""
-    run = RunFolder(cluster, base + 2, datetime(2026, 11, 22, 2, minute, tzinfo=UTC))
+    run = make_run_folder(cluster, base + 2, datetime(2026, 11, 22, 2, minute, tzinfo=UTC))
     url, admin, grpc = f"http://127.0.0.1:{base}", f"http://127.0.0.1:{base + 2}", f"127.0.0.1:{base + 1}"
-    server = ServeState(1, 1, cluster, admin, "the-key", base + 2, url, grpc, (model,), control_address="127.0.0.1:5")
-    save_server(run.path, server)
-    (run.path / f"{model}-0-rank0.log").write_text(_line(1, model))
-    run.close()
-    return run.path
+    server = ServeState(1, 1, cluster, admin, "", base + 2, url, grpc, (model,), control_address="127.0.0.1:5")
+    state.save(server, run / SERVER_FILE)
+    (run / f"{model}-0-rank0.log").write_text(_line(1, model))
+    return run
 
 
 def test_any_port_or_name_finds_a_run_that_ended() -> None:
@@ -118,10 +120,8 @@ def test_any_port_or_name_finds_a_run_that_ended() -> None:
         assert find_run(ServerChoice(names=(name,), given=name)) == tiny
     assert find_run(ServerChoice(port=5, given="--port 5")) == blue, "the newest run that matches"
     assert find_run(_at(9102)) == find_run(ServerChoice(names=("blue", "smollm2"), given="both")) == blue
-    file = tiny / "server.json"
-    assert file.stat().st_mode & 0o777 == 0o600 and "the-key" not in file.read_text()
-    file.write_text("{")
-    assert find_run(_at(9002)) == tiny, "by the name of its folder"
+    (blue / "server.json").write_text("{")
+    assert find_run(ServerChoice()) == blue, "one that did not write it is still the last run"
 
 
 def test_a_part_finds_the_newest_run_that_has_it() -> None:
@@ -129,7 +129,7 @@ def test_a_part_finds_the_newest_run_that_has_it() -> None:
     assert find_run(ServerChoice()) == find_run(ServerChoice(), "absent-0") == later
     assert find_run(ServerChoice(), "tiny-0") == tiny
     running = _ended(9200, 2, "other")
-    _save(9202, running, os.getpid())
+    state.save(_server(9202, running, os.getpid()))
     assert find_run(ServerChoice()) == find_run(ServerChoice(), "other-0") == running
     assert find_run(ServerChoice(), "tiny-0") == tiny
     assert find_run(ServerChoice(port=9202, given="--port 9202"), "tiny-0") == running
@@ -147,16 +147,16 @@ def test_when_no_run_matches_the_newest_are_listed() -> None:
     assert "HTTP 9020, admin 9022, 20261122T020200Z" in sentence and "tiny1" not in sentence
 
 
-def test_follow_prints_new_lines_and_files(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
-    follower = threading.Thread(target=print_logs, args=(run.path, "m-0", 100), kwargs={"follow": True})
+def test_follow_prints_new_lines_and_files(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    follower = threading.Thread(target=print_logs, args=(run, "m-0", 100), kwargs={"follow": True})
     follower.start()
-    file = LogFile(run.path / "m-0-rank0.log", max_bytes=120)
+    file = LogFile(run / "m-0-rank0.log", max_bytes=120)
     for number in range(6):
         file.write(_line(10 + number, f"line{number}"))
         time.sleep(0.3)
-    LogFile(run.path / "m-0-rank1.log").write(_line(20, "rank1"))
+    LogFile(run / "m-0-rank1.log").write(_line(20, "rank1"))
     time.sleep(0.3)
-    run.close()
+    (run / SERVER_FILE).unlink()  # as after the end of its process
     follower.join(10)
     out, err = capsys.readouterr()
     assert [line.split()[-1] for line in out.splitlines()] == [
@@ -167,7 +167,7 @@ def test_follow_prints_new_lines_and_files(run: RunFolder, capsys: pytest.Captur
     assert "the server has ended" in err
 
 
-def test_ctrl_c_ends_follow_with_status_0(run: RunFolder) -> None:
+def test_ctrl_c_ends_follow_with_status_0(run: Path) -> None:
     command = [sys.executable, "-m", "headrace_cluster", "logs", "serve", "-f", "--admin-port", "8002"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None and "first" in process.stdout.readline()
@@ -176,7 +176,7 @@ def test_ctrl_c_ends_follow_with_status_0(run: RunFolder) -> None:
     assert (process.returncode, err) == (0, "")
 
 
-def test_the_path_alone(run: RunFolder) -> None:
+def test_the_path_alone(run: Path) -> None:
     command = [sys.executable, "-m", "headrace_cluster", "logs", "--path"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert (done.stdout, done.stderr) == (f"{run.path}\n", "")
+    assert (done.stdout, done.stderr) == (f"{run}\n", "")

@@ -18,9 +18,9 @@ from headrace_cluster.launch.banner import banner
 from headrace_cluster.launch.serve import Serve
 from headrace_cluster.launch.signals import StopSignals
 from headrace_cluster.local import state
-from headrace_cluster.local.cleanup import GuardedCleanup
-from headrace_cluster.local.processes import SERVE_ID_VARIABLE, ProcessId
-from headrace_cluster.local.run_logs import in_use, runs
+from headrace_cluster.local.child_guard import SERVE_ID_VARIABLE
+from headrace_cluster.local.processes import ProcessId
+from headrace_cluster.local.run_logs import runs, server_of
 from headrace_cluster.local.state import ServeState
 from headrace_cluster.spec.cluster_spec import parse_spec
 from headrace_cluster.spec.key_rules import KeyRules
@@ -135,50 +135,30 @@ def test_the_banner_has_commands_that_reach_this_server(server: ServeState, flag
     assert (f"Talk to it:  ../headrace chat {flag}" in hints) == bool(server.http_url)
 
 
-def test_a_serve_is_found_from_the_beginning_of_its_start(monkeypatch: pytest.MonkeyPatch, private_home: Path) -> None:
+def test_a_serve_is_found_from_the_beginning_of_its_start_until_its_end(
+    monkeypatch: pytest.MonkeyPatch, private_home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     seen: list[ServeState] = []
 
     def connect(*_: object) -> None:
         seen.extend(state.running())
         raise RayStartError("enough")
 
-    monkeypatch.setattr("headrace_cluster.launch.serve.LocalRay", connect)
-    monkeypatch.setattr(StopSignals, "install", lambda _signals: None)
-    monkeypatch.setattr("headrace_cluster.launch.serve.use_log_format", lambda _format: None)
-    spec = parse_spec({"cluster": "blue", "routers": {"port": 0, "grpc_port": 0}, "admin": {"port": 0}})
-    with pytest.raises(RayStartError):
-        Serve(spec).run()
-    (server,) = seen
-    assert (server.pid, server.cluster, server.models, server.starting) == (os.getpid(), "blue", ("smollm2",), True)
-    assert server.ports == set() and time.time() - server.since < 60
-    assert list(private_home.glob("*.json")) == [], "and not after its end"
-
-
-def test_the_run_ends_after_rays_logs_are_in_its_folder(
-    private_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class KeepingCleanup(GuardedCleanup):
-        def close(self) -> None:
-            (run,) = runs()
-            kept.append(in_use(run))
-            super().close()
-
-    def connect(*_arguments: object) -> None:
-        raise RayStartError("Ray does not start here")
-
-    kept: list[bool] = []
     monkeypatch.setenv(SERVE_ID_VARIABLE, "")  # restored at the end
-    monkeypatch.setattr("headrace_cluster.launch.serve.make_temp_dir", lambda: tmp_path / "ray")
-    monkeypatch.setattr("headrace_cluster.launch.serve.GuardedCleanup", KeepingCleanup)
-    monkeypatch.setattr("headrace_cluster.launch.serve.check_start", lambda spec, *_arguments, **_options: spec)
     monkeypatch.setattr("headrace_cluster.launch.serve.LocalRay", connect)
     monkeypatch.setattr("headrace_cluster.launch.serve.add_log_file", lambda _config: None)
     monkeypatch.setattr(StopSignals, "install", lambda _signals: None)
     monkeypatch.setattr("headrace_cluster.launch.serve.use_log_format", lambda _format: None)
-    with pytest.raises(RayStartError):
-        Serve(parse_spec({"routers": {"port": 0, "grpc_port": 0}, "admin": {"port": 0}})).run()
+    spec = parse_spec({"cluster": "blue", "routers": {"port": 0, "grpc_port": 0}, "admin": {"port": 0}})
+    assert Serve(spec).run() == 1
+    (server,) = seen
+    assert (server.pid, server.cluster, server.models, server.starting) == (os.getpid(), "blue", ("smollm2",), True)
+    assert len(server.ports) == 3 and time.time() - server.since < 60
     (run,) = runs()
-    assert kept == [True] and not in_use(run)
+    assert capsys.readouterr().err.splitlines()[-2:] == [f"headrace: logs: {run}", "headrace: enough"]
+    kept = server_of(run)
+    assert kept is not None and (kept.ports, kept.admin_key) == (server.ports, "")
+    assert list(private_home.glob("*.json")) == [], "and not after its end"
 
 
 # -- as commands ----------------------------------------------------------------------------------------------------
@@ -194,7 +174,7 @@ class FakeServe:
         self.admin = ScriptedAdmin({"/status": [(200, STATUS)], "/stop": [(202, {})]})
         admin = {"admin_url": f"http://127.0.0.1:{self.admin.port}", "admin_port": self.admin.port}
         self.state = _server(20_000, **({"pid": known.pid, "started": known.started, **admin} | given))
-        state.save(self.state)
+        self.path = state.save(self.state)
 
     @property
     def alive(self) -> bool:
@@ -305,7 +285,7 @@ def test_a_starting_server_is_found_and_stopped(start_server: Callable[..., Fake
 
 def test_a_server_of_another_user_is_reached_with_its_key(start_server: Callable[..., FakeServe]) -> None:
     server = start_server()
-    state.path_of(server.state).unlink()
+    server.path.unlink()
     assert _run("status", "--admin-port", str(server.admin.port), HEADRACE_ADMIN_KEY="the-key").returncode == 0
     wrong = _run("status", "--admin-port", str(server.admin.port), HEADRACE_ADMIN_KEY="another")
     assert (wrong.returncode, wrong.stderr) == (1, "headrace: the admin key is wrong\n")

@@ -11,7 +11,6 @@ import yaml
 from ray._private.label_utils import validate_label_selector
 
 from headrace_cluster.errors import SpecError
-from headrace_cluster.launch.banner import format_bytes
 from headrace_cluster.spec.cluster_spec import ClusterSpec, parse_spec
 from headrace_cluster.spec.model_spec import ModelSpec, Pool, default_name
 from headrace_cluster.spec.plain_words import EXAMPLES
@@ -216,7 +215,3 @@ def test_sizes(text: str, count: int) -> None:
 def test_wrong_sizes(text: str) -> None:
     with pytest.raises(ValueError, match="amount of memory"):
         parse_bytes(text)
-
-
-def test_formatted_sizes() -> None:
-    assert [format_bytes(n) for n in (5, 2048, 3 << 20, 5 << 30)] == ["5 B", "2.0 KiB", "3.0 MiB", "5.0 GiB"]

@@ -1,15 +1,10 @@
 """Checks that end a start before Ray: each case in this process, with its sentence, and without torch."""
 
-import contextlib
 import dataclasses
 import json
-import os
-import re
-import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +15,7 @@ from safetensors.numpy import save_file
 from headrace_cluster.core.rank_config import replica_config
 from headrace_cluster.launch import start_checks
 from headrace_cluster.launch.start_checks import Machine, check_start
-from headrace_cluster.local import state
-from headrace_cluster.local.ports import free_port
-from headrace_cluster.local.processes import ProcessId
-from headrace_cluster.local.state import ServeState
 from headrace_cluster.spec.cluster_spec import ClusterSpec, parse_spec
-from headrace_proto.address import port_of
 from headrace_proto.errors import HeadraceError
 from headrace_proto.private_file import PrivateFileError
 from headrace_worker.model.source import HubUnreachableError, ModelSource, resolve
@@ -57,7 +47,7 @@ def spec(*models: dict[str, Any], **fields: Any) -> ClusterSpec:
 def run(cluster_spec: ClusterSpec) -> list[str]:
     """Runs the checks and returns the warnings."""
     warnings: list[str] = []
-    check_start(cluster_spec, lambda stage: None, warnings.append, with_router=True)
+    check_start(cluster_spec, warnings.append, with_router=True)
     return warnings
 
 
@@ -75,7 +65,6 @@ def rejection(cluster_spec: ClusterSpec) -> str:
         ({"replicas": 60, "cpu_share": 0.01}, ("60 replicas", "--replicas 4")),
         ({"replicas": 41}, ("41 ranks", "2.05 CPUs", "--cpu-share")),
         ({"device": "cuda"}, ("1 GPU is needed", "this machine has none", "--device cpu")),
-        ({"rank_interface": "nonet0"}, ("--rank-interface nonet0", "it has lo (127.0.0.1)")),
         ({"dtype": "bfloat16", "deterministic": True}, ("--deterministic", "bfloat16")),
     ],
 )
@@ -94,10 +83,10 @@ def test_a_revision_of_the_hub_is_pinned_once(folder: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(start_checks, "resolve", resolve_fake)
     models = ({"source": "acme/model", "name": "hub", "tp": 2}, {"source": str(folder), "name": "local"})
-    pinned = check_start(spec(*models), lambda stage: None, print, with_router=False)
+    pinned = check_start(spec(*models), print, with_router=False)
     assert [model.revision for model in pinned.models] == ["first", None]
     assert replica_config(pinned.models[0], replica_id="r").revision == "first"
-    assert check_start(pinned, lambda stage: None, print, with_router=False) == pinned
+    assert check_start(pinned, print, with_router=False) == pinned
 
 
 def test_the_error_names_a_damaged_file_and_with_several_models_the_model(folder: Path) -> None:
@@ -128,13 +117,14 @@ def test_on_gpus_the_hosts_memory_does_not_count(folder: Path, monkeypatch: pyte
     monkeypatch.setattr(start_checks, "this_machine", lambda: Machine(2, 1 << 20, 4))
     assert run(spec({"source": str(folder), "tp": 2, "replicas": 2})) == []
     assert "5 GPUs are needed" in rejection(spec({"source": str(folder), "replicas": 5}))
+    monkeypatch.setattr(start_checks, "this_machine", lambda: Machine(2, 16 << 30, None))
+    assert run(spec({"source": str(folder), "device": "cuda"})) == [], "Ray checks GPUs that cannot be counted here"
 
 
 def test_resources_of_a_joined_ray_are_not_checked_here(folder: Path) -> None:
     far = {"ray": {"address": "192.0.2.55:6379"}}
     assert run(spec({"source": str(folder), "replicas": 100, "device": "cuda"}, **far)) == []
     assert run(spec({"source": str(folder), "kv_cache_memory": "500GiB"}, **far)) == []
-    assert run(spec({"source": str(folder), "rank_interface": "nonet0"}, **far)) == []
     assert "8192 positions" in rejection(spec({"max_model_len": 8193}, **far))
 
 
@@ -152,9 +142,7 @@ def test_weights_of_other_machines_are_not_downloaded(folder: Path, monkeypatch:
         {"source": "/only/there", "name": "path"},
         {"source": "~/model.gguf", "name": "file"},
     ]
-    pinned = check_start(
-        spec(*models, ray={"address": "192.0.2.55:6379"}), lambda stage: None, print, with_router=False
-    )
+    pinned = check_start(spec(*models, ray={"address": "192.0.2.55:6379"}), print, with_router=False)
     assert [model.revision for model in pinned.models] == ["commit of main", None, None]
 
     def unreachable(source: str, revision: str | None) -> str | None:
@@ -163,23 +151,14 @@ def test_weights_of_other_machines_are_not_downloaded(folder: Path, monkeypatch:
     monkeypatch.setattr(start_checks, "hub_commit", unreachable)
     warnings: list[str] = []
     far = spec(models[0], ray={"address": "192.0.2.55:6379"})
-    (model,) = check_start(far, lambda stage: None, warnings.append, with_router=False).models
+    (model,) = check_start(far, warnings.append, with_router=False).models
     assert model.revision == "main" and "cannot be reached" in warnings[0] and "keeps its commit" in warnings[0]
 
 
-def test_gpus_that_cannot_be_counted_are_checked_by_ray(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start_checks, "this_machine", lambda: Machine(2, 16 << 30, None))
-    assert run(spec({"source": str(folder), "device": "cuda"})) == []
-
-
-def test_more_ranks_than_cores_is_a_warning(folder: Path) -> None:
+def test_more_ranks_or_threads_than_cores_are_warnings(folder: Path) -> None:
     assert run(spec({"source": str(folder), "replicas": 3})) == [
         "3 ranks share 2 cores: together they answer no faster than 2 would"
     ]
-
-
-def test_more_threads_than_cores_are_reported(folder: Path) -> None:
-    assert run(spec({"source": str(folder), "cpu_threads": 2})) == []
     assert run(spec({"source": str(folder), "cpu_threads": 999})) == [
         "tiny: 999 threads of a rank share 2 cores, which is slower than 2 threads; lower --cpu-threads"
     ]
@@ -197,65 +176,6 @@ def test_keys_that_other_users_can_read_are_refused(tmp_path: Path, name: str) -
     assert run(cluster_spec) == []
 
 
-def test_an_error_of_the_model_comes_before_a_port_in_use(folder: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        admin = {"port": taken.getsockname()[1]}
-        assert "no model at '/nowhere'" in rejection(spec({"source": "/nowhere"}, admin=admin))
-        assert "1 GPU is needed" in rejection(spec({"device": "cuda"}, admin=admin))
-        assert "--admin-port" in rejection(spec({"source": str(folder)}, admin=admin))
-
-
-@pytest.fixture
-def running_server() -> Iterator[ServeState]:
-    """A server of this user with three ports in use, HTTP, gRPC and admin; its process is this one's parent."""
-    with contextlib.ExitStack() as stack:
-        taken = [stack.enter_context(socket.socket()) for _ in range(3)]
-        for each in taken:
-            each.bind(("127.0.0.1", 0))
-            each.listen()
-        http, grpc, admin = (each.getsockname()[1] for each in taken)
-        process = ProcessId.of(os.getppid())
-        assert process is not None
-        server = ServeState(
-            process.pid,
-            process.started,
-            "blue",
-            f"http://127.0.0.1:{admin}",
-            "the-key",
-            admin,
-            f"http://127.0.0.1:{http}",
-            f"127.0.0.1:{grpc}",
-            ("tiny",),
-        )
-        state.save(server)
-        yield server
-
-
-def test_all_ports_in_use_are_in_one_sentence_with_free_ones(running_server: ServeState) -> None:
-    http = free_port("127.0.0.1")
-    grpc, admin = port_of(running_server.grpc_address), running_server.admin_port
-    cluster_spec = spec({}, routers={"port": http, "grpc_port": grpc}, admin={"port": admin})
-    sentence = rejection(cluster_spec)
-    assert f"ports {grpc} and {admin} on 127.0.0.1 are in use by blue (tiny, HTTP " in sentence
-    assert "; choose others with --grpc-port and --admin-port: add --grpc-port " in sentence
-    found = re.search(r"add --grpc-port (\d+) --admin-port (\d+)$", sentence)
-    assert found is not None
-    first, second = map(int, found.groups())
-    assert len({http, grpc, admin, first, second}) == 5
-    run(spec({}, routers={"port": http, "grpc_port": first}, admin={"port": second}))
-
-
-def test_metrics_ports_move_with_the_admin_port(running_server: ServeState) -> None:
-    cluster_spec = spec({}, routers={"port": 0, "grpc_port": 0, "count": 2}, admin={"port": running_server.admin_port})
-    sentence = rejection(cluster_spec)
-    found = re.search(r"--admin-port (\d+) --metrics-port (\d+)$", sentence)
-    assert found is not None
-    admin, metrics = map(int, found.groups())
-    run(spec({}, routers={"port": 0, "grpc_port": 0, "count": 2, "metrics_port": metrics}, admin={"port": admin}))
-
-
 def test_checks_of_headers_take_a_second_and_no_torch(folder: Path) -> None:
     code = f"""
 import sys
@@ -265,7 +185,7 @@ from headrace_proto.errors import HeadraceError
 ports = {{"routers": {{"port": 0, "grpc_port": 0}}, "admin": {{"port": 0}}}}
 for model in ({{}}, {{"source": {str(folder)!r}, "max_model_len": 65}}, {{"replicas": 41}}):
     try:
-        check_start(parse_spec(ports | {{"models": [model]}}), lambda stage: None, print, with_router=True)
+        check_start(parse_spec(ports | {{"models": [model]}}), print, with_router=True)
         print("passed")
     except HeadraceError as error:
         print(error)

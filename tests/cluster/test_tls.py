@@ -18,7 +18,7 @@ from headrace_cluster.cli.api_client import api_client
 from headrace_cluster.cli.servers import ServerChoice
 from headrace_cluster.controller.admin import admin_app, admin_server, listen
 from headrace_cluster.errors import CertificateError, NotRunningError, ServerError, SpecError
-from headrace_cluster.launch.start_checks import check_tls
+from headrace_cluster.launch.start_checks import check_files
 from headrace_cluster.local import state
 from headrace_cluster.local.processes import ProcessId
 from headrace_cluster.spec.cluster_spec import ClusterSpec, parse_spec
@@ -162,8 +162,8 @@ def test_a_start_refuses_files_that_cannot_be_used(files: dict[str, Path], autho
     def spec(**paths: Path) -> ClusterSpec:
         return parse_spec({"tls": {name: str(path) for name, path in paths.items()}})
 
-    check_tls(spec(**files))
+    check_files(spec(**files), with_router=True)
     with pytest.raises(TlsFileError, match="is not that of"):
-        check_tls(spec(cert=files["cert"], key=authority.issue("other")[1]))
+        check_files(spec(cert=files["cert"], key=authority.issue("other")[1]), with_router=True)
     with pytest.raises(SpecError, match="--tls-cert and --tls-key belong together"):
         spec(cert=files["cert"])

@@ -8,11 +8,11 @@ import pytest
 import ray
 
 from headrace_cluster.errors import OpenRayError, RayStartError
-from headrace_cluster.local.ports import free_port
 from headrace_cluster.ray import connection
 from headrace_cluster.ray.connection import check_token
 from headrace_cluster.spec.cluster_spec import parse_spec
 from support.child_environment import child_environment
+from support.ports import free_port
 
 GCS_SERVER = Path(ray.__file__).parent / "core" / "src" / "ray" / "gcs" / "gcs_server"
 
@@ -23,7 +23,7 @@ def start_gcs(tmp_path: Path) -> Iterator[Callable[..., str]]:
     started: list[subprocess.Popen[bytes]] = []
 
     def start(mode: str) -> str:
-        port = free_port("127.0.0.1")
+        port = free_port()
         flags = {"gcs_server_port": port, "node-ip-address": "127.0.0.1", "session-name": "s", "log_dir": tmp_path}
         command = [str(GCS_SERVER), "--config_list=", *(f"--{name}={value}" for name, value in flags.items())]
         environ = child_environment(RAY_AUTH_MODE=mode, RAY_AUTH_TOKEN="0" * 64)

@@ -13,9 +13,16 @@ from headrace_cluster.cli.admin_client import error_sentence, starting_error
 from headrace_cluster.cli.servers import ServerChoice, choose, no_match_error, running_servers
 from headrace_cluster.errors import AnswerCutError, NotRunningError, ServerError, SpecError
 from headrace_cluster.local import state
-from headrace_cluster.local.ports import reachable
 from headrace_cluster.local.state import describe
-from headrace_cluster.local.tls_client import handshake_closed, open_connection, present, tls_failure, tls_of, trusted
+from headrace_cluster.local.tls_client import (
+    handshake_closed,
+    open_connection,
+    present,
+    reachable,
+    tls_failure,
+    tls_of,
+    trusted,
+)
 from headrace_cluster.program import program_name
 from headrace_proto.address import host_port, split_address
 

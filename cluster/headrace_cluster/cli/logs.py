@@ -53,7 +53,7 @@ def find_run(choice: ServerChoice, part: str | None = None) -> Path:
 
 def _matches(run: Path, choice: ServerChoice) -> bool:
     server = server_of(run)
-    return choice.matches_names({server.cluster, *server.models}, server.ports, server.admin_port)
+    return choice.matches(server) if server is not None else not choice.given
 
 
 def _no_match(choice: ServerChoice, kept: list[Path]) -> str:
@@ -64,11 +64,9 @@ def _no_match(choice: ServerChoice, kept: list[Path]) -> str:
 
 
 def _describe(run: Path) -> str:
-    """'headrace (smollm2, HTTP 8000, admin 8002, 20261122T020000Z)'."""
+    """'headrace (smollm2, HTTP 8000, admin 8002, process 4711), 20261122T020000Z'."""
     server = server_of(run)
-    ports = [("HTTP", server.http_port), ("admin", server.admin_port)]
-    parts = [*server.models, *(f"{name} {port}" for name, port in ports if port), run.name.rpartition("-")[2]]
-    return f"{server.cluster} ({', '.join(parts)})"
+    return f"{describe(server)}, {run.name.rpartition('-')[2]}" if server is not None else run.name
 
 
 def log_files(run: Path, part: str | None) -> list[Path]:

@@ -1,7 +1,7 @@
 """Chooses the running server of a client command, by its flags or the environment. Pure."""
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headrace_cluster.errors import NotRunningError, ServerChoiceError
@@ -24,14 +24,10 @@ class ServerChoice:
 
     def matches(self, server: ServeState) -> bool:
         """Whether this server matches all criteria."""
-        return self.matches_names({server.cluster, *server.models}, server.ports, port_of(server.admin_url))
-
-    def matches_names(self, names: Collection[str], ports: Collection[int], admin_port: int) -> bool:
-        """The same for a server with these names and ports."""
         return (
-            (self.port is None or self.port in ports)
-            and (self.admin_port is None or self.admin_port == admin_port)
-            and {*names, *map(str, ports)}.issuperset(self.names)
+            (self.port is None or self.port in server.ports)
+            and (self.admin_port is None or self.admin_port == port_of(server.admin_url))
+            and {server.cluster, *server.models, *map(str, server.ports)}.issuperset(self.names)
         )
 
 

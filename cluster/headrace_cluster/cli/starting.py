@@ -64,16 +64,19 @@ def controller(
     parent: Annotated[int, typer.Option("--parent", hidden=True)] = 0,
 ) -> None:
     """Start controller and replicas in a Ray that runs: on this node, or at --ray-address."""
-    from headrace_cluster.launch.controller import SpecSource, run_controller, run_from_stdin
+    from headrace_cluster.launch.controller import check_spec, run_controller, run_from_stdin
 
     if config_stdin:
         return run_from_stdin(parent)
-    from headrace_cluster.controller.spec_file import digest
+    from headrace_cluster.controller.spec_file import SpecFile, digest
     from headrace_cluster.spec.settings import build_spec, config_file
 
-    file = config_file(config)
-    source = SpecSource(file, digest(file), lambda: _joined(build_spec(given, config))) if file is not None else None
-    run_controller(_joined(_spec(given, config)), source)
+    path = config_file(config)
+    content = digest(path) if path is not None else b""  # before it is read
+    spec = _joined(_spec(given, config))
+    if path is None:
+        run_controller(spec)
+    run_controller(spec, SpecFile(path, content, spec, lambda: _joined(build_spec(given, config)), check_spec))
 
 
 @app.command()

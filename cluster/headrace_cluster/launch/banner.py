@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headrace_cluster.core.view import Opened
+from headrace_cluster.core.view import Opened, View
 from headrace_cluster.launch.display import show_message
 from headrace_cluster.local.state import ServeState
 from headrace_cluster.program import program_name
+from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_cluster.spec.key_rules import KeyRules
 from headrace_cluster.spec.model_spec import ModelSpec
 from headrace_proto.address import port_of
@@ -51,6 +52,12 @@ class Banner:
             name = key or name
             found[name] = f"{found[name]}; {row}" if name in found else row
         return found
+
+
+def show_ready(state: ServeState, view: View, spec: ClusterSpec, seconds: float) -> None:
+    """Shows the banner of a cluster that has become ready within `seconds`."""
+    keys, logs = KeyRules.of(spec), spec.logs
+    banner(state, view.started, view.roles, seconds, keys=keys, verbose=logs.verbose).show(logs.format)
 
 
 def banner(
@@ -129,13 +136,8 @@ def attached_note(opened: Opened) -> str:
     """What was found of an earlier process's cluster; empty without any."""
     if not opened.adopted:
         return ""
-    found = f"attached to {counted(opened.adopted, 'build')} that run{'s' if opened.adopted == 1 else ''} already"
-    if not opened.outdated:
-        return found
-    return (
-        f"{found}; {opened.outdated} with other settings than this spec, which are replaced one after the other: until "
-        f"then what is shown of them is what they run with (`{program_name()} status`)"
-    )
+    outdated = f"; {opened.outdated} with other settings are replaced one after the other" if opened.outdated else ""
+    return f"attached to {counted(opened.adopted, 'build')} of an earlier controller{outdated}"
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -143,32 +145,16 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _replica(facts: ReplicaStarted, verbose: bool) -> str:
-    tokens = facts.kv_blocks * facts.block_size
-    ranks = facts.tp * facts.pp
-    threads = counted(facts.threads, "thread")
+    split = f"tp {facts.tp}, pp {facts.pp}, " if facts.tp * facts.pp > 1 else ""
+    kept = f"KV cache {facts.kv_blocks * facts.block_size:,} tokens, context {facts.max_model_len:,}"
+    text = f"{split}{facts.device}, {facts.dtype}, {counted(facts.threads, 'thread')}, {kept}"
     if not verbose:
-        split = f"tp {facts.tp}, pp {facts.pp}, " if ranks > 1 else ""
-        kept = f"KV cache {tokens:,} tokens, context {facts.max_model_len:,}"
-        return f"{split}{facts.device}, {facts.dtype}, {threads}, {kept}"
-    split = f"{ranks} ranks (tp {facts.tp}, pp {facts.pp}), the first on " if ranks > 1 else ""
-    return (
-        f"{split}{facts.device}, {facts.dtype}, {threads}, weights {format_bytes(facts.weight_bytes)}, "
-        f"KV cache {format_bytes(facts.kv_bytes)} ({tokens:,} tokens), context {facts.max_model_len:,}, "
-        f"up to {counted(facts.max_num_seqs, 'request')} at a time"
-    )
+        return text
+    weights, cache = (f"{size / (1 << 30):.2f} GiB" for size in (facts.weight_bytes, facts.kv_bytes))
+    return f"{text}, weights {weights}, KV cache {cache}, up to {counted(facts.max_num_seqs, 'request')} at a time"
 
 
 def _flag(state: ServeState) -> str:
     """The flag that selects this server among all others."""
     port = port_of(state.http_url)
     return f"--port {port}" if port else f"--admin-port {state.admin_port}"
-
-
-def format_bytes(count: int) -> str:
-    """A short text such as '1.5 GiB'."""
-    size = float(count)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"

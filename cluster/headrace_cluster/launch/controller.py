@@ -6,8 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -19,17 +18,15 @@ from headrace_cluster.core.rank_config import REPLICA_CLASS
 from headrace_cluster.core.revisions import moved_note, resolved_revisions
 from headrace_cluster.core.view import ControllerConfig, View
 from headrace_cluster.errors import ControllerTakenError, RayLostError, SpecError
-from headrace_cluster.launch.banner import attached_note, banner, starting
-from headrace_cluster.launch.display import ClusterDisplay, log_unexpected, show_message, start_display, use_log_format
+from headrace_cluster.launch.banner import attached_note, show_ready, starting
+from headrace_cluster.launch.display import ClusterDisplay, show_failure, show_message, use_log_format
 from headrace_cluster.launch.server_record import ServerRecord
 from headrace_cluster.launch.signals import STOP_ALL
 from headrace_cluster.launch.start_checks import check_models, check_start
-from headrace_cluster.local.cleanup import Cleanup
 from headrace_cluster.local.processes import set_parent_death_signal
-from headrace_cluster.local.run_logs import RunFolder, log_path
+from headrace_cluster.local.run_logs import log_path, make_run_folder
 from headrace_cluster.program import program_name
 from headrace_cluster.spec.cluster_spec import ClusterSpec
-from headrace_cluster.spec.key_rules import KeyRules
 from headrace_proto.address import host_port
 from headrace_proto.cluster_member import SecretFile
 from headrace_proto.errors import HeadraceError
@@ -40,38 +37,27 @@ log = structlog.get_logger(__name__)
 SHOW_SECONDS = 0.5  # between two looks at what is to be shown
 
 
-@dataclass(frozen=True, slots=True)
-class SpecSource:
-    """The file that a spec came from, and how to read it again with the same flags."""
-
-    path: Path
-    content: bytes  # its `digest` before it was read
-    build: Callable[[], ClusterSpec]
-
-
-def run_controller(spec: ClusterSpec, source: SpecSource | None = None, replica_class: str = REPLICA_CLASS) -> NoReturn:
+def run_controller(spec: ClusterSpec, file: SpecFile | None = None, replica_class: str = REPLICA_CLASS) -> NoReturn:
     """Runs in the Ray at `ray.address` until a signal ends this process, or an operator the cluster; ends the process.
 
     However it ends, replicas and streams go on, and the next controller goes on with them. Raises SpecError.
     """
     status = 1
     try:
-        stopped = _control(spec, source, replica_class)
+        stopped = _control(spec, file, replica_class)
         goes_on = f"ended; the cluster goes on: the same command takes it up, `{program_name()} stop` then ends it"
         show_message("stopped" if stopped else goes_on)
         status = 0
     except SpecError:
         raise
-    except HeadraceError as error:
-        show_message(str(error), "error")
     except KeyboardInterrupt:
         status = 130
     except Exception as error:
-        log_unexpected(error)
+        show_failure(error)
     os._exit(status)  # without Ray's exit handlers, which may wait for a GCS
 
 
-def _control(spec: ClusterSpec, source: SpecSource | None, replica_class: str) -> bool:
+def _control(spec: ClusterSpec, file: SpecFile | None, replica_class: str) -> bool:
     """Whether an operator has ended the cluster. Raises HeadraceError."""
     use_log_format(spec.logs.format)
     began = time.monotonic()
@@ -82,38 +68,34 @@ def _control(spec: ClusterSpec, source: SpecSource | None, replica_class: str) -
         )
     secret_path = spec.control.secret_file
     secret_file = SecretFile(secret_path)
-    record = ServerRecord(spec, with_router=False, detaches=True)
     stop_requests: list[int] = []  # before this controller acts; without a handler the signal would end the process
     signal.signal(STOP_ALL, lambda number, _: stop_requests.append(number))
-    with Cleanup() as cleanup, contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         show_message(starting(spec.models))
-        record.save(cleanup)
-        with start_display(spec.logs.format) as display:
-            checked = check_start(
-                spec,
-                lambda stage: display.update("model", stage, 0.0),
-                lambda warning: show_message(warning, "warning"),
-                with_router=False,
-            )
-            display.update("Ray", f"joining {spec.ray.address}", 0.2)
-            from headrace_cluster.ray import connection
-            from headrace_cluster.ray.controller import Controller, prepare
+        display = ClusterDisplay()
+        record = ServerRecord(spec, with_router=False, detaches=True)
+        stack.callback(record.path.unlink, missing_ok=True)
+        record.save()
+        warn = partial(show_message, level="warning")
+        display.show_stage("model", "checking its files")
+        checked = check_start(spec, warn, with_router=False)
+        display.show_stage("Ray", f"joining {spec.ray.address}")
+        from headrace_cluster.ray import connection
+        from headrace_cluster.ray.controller import Controller, prepare
 
-            dashboard = connection.join_when_up(checked, lambda reason: show_message(reason, "warning"))
-            logs = ""
-            if spec.logs.files:
-                folder = stack.enter_context(contextlib.closing(RunFolder(spec.cluster, spec.admin.port))).path
-                logs, path = str(folder), str(log_path(folder, "controller"))
-                add_log_file(LogConfig("controller", path=path, format=spec.logs.format))
-                show_message(f"logs: {logs}")
-                record.add_logs(folder)
+        dashboard = connection.join_when_up(checked, warn)
+        logs = ""
+        if spec.logs.files:
+            folder = make_run_folder(spec.cluster, spec.admin.port)
+            logs, path = str(folder), str(log_path(folder, "controller"))
+            add_log_file(LogConfig("controller", path=path, format=spec.logs.format))
+            show_message(f"logs: {logs}")
+            record.update(log_folder=logs)
         found = resolved_revisions(spec, checked)
         leased, lease, words = prepare(checked, found)
         for name, now in found.items():
             if note := moved_note(now, words.revisions[name]):
                 show_message(note, "warning")
-
-        file = SpecFile(source.path, source.content, spec, source.build, _check) if source is not None else None
 
         async def run() -> bool:
             controller = Controller(
@@ -125,17 +107,22 @@ def _control(spec: ClusterSpec, source: SpecSource | None, replica_class: str) -
                 log_folder=logs,
                 replica_class=replica_class,
                 spec_file=file,
-                check=_check,
+                check=check_spec,
             )
             opened = await controller.open()
             if note := attached_note(opened):
                 show_message(note)
-            control = host_port(opened.control_host, opened.control_port)
-            record.add_controller(control, opened.admin_port, secret_path, cleanup, dashboard)
+            record.add_admin(opened.admin_port)
+            record.update(
+                control_address=host_port(opened.control_host, opened.control_port),
+                secret_file=str(secret_path),
+                ray_dashboard=dashboard,
+                starting=False,
+            )
             _handle_signals(controller)
             if stop_requests:
                 controller.stop()
-            await _show(controller, record, leased, began)
+            await _show(controller, record, leased, display, began)
             if controller.node_lost:
                 raise RayLostError(
                     f"this node has left the Ray at {spec.ray.address}: start the controller again on a node of it; "
@@ -174,7 +161,7 @@ def run_from_stdin(parent: int) -> None:
             log_folder=config.log_folder,
             replica_class=config.replica_class,
             supervised=True,
-            check=_check,
+            check=check_spec,
         )
         await controller.open()
         _handle_signals(controller)
@@ -185,11 +172,9 @@ def run_from_stdin(parent: int) -> None:
     try:
         connection.join(spec)
         asyncio.run(run())
-    except HeadraceError as error:
-        log.error(str(error))
-        status = 1
     except Exception as error:
-        log.error(f"unexpected {type(error).__name__}: {error}", exc_info=error)
+        is_known = isinstance(error, HeadraceError)
+        log.error(str(error) if is_known else f"unexpected {error!r}", exc_info=None if is_known else error)
         status = 1
     os._exit(status)
 
@@ -200,7 +185,7 @@ def _tell(pipe: IO[bytes], view: View) -> None:
     pipe.flush()
 
 
-def _check(spec: ClusterSpec) -> ClusterSpec:
+def check_spec(spec: ClusterSpec) -> ClusterSpec:
     """Of other models: their files where they are here, and their commits. Raises a HeadraceError."""
     return check_models(spec, log.warning)[0]
 
@@ -213,19 +198,16 @@ def _handle_signals(controller: Any) -> None:
     loop.add_signal_handler(STOP_ALL, controller.stop)
 
 
-async def _show(controller: Any, record: ServerRecord, spec: ClusterSpec, began: float) -> None:
+async def _show(
+    controller: Any, record: ServerRecord, spec: ClusterSpec, display: ClusterDisplay, began: float
+) -> None:
     """Shows what happens until this process is to end."""
-    shown, logs = ClusterDisplay(), spec.logs
-    with start_display(logs.format) as display:
-        while not (view := controller.view()).ready and not await _ended(controller):
-            shown.show_start(view, display)
+    while not (view := controller.view()).ready and not await _ended(controller):
+        display.show_start(view)
     if view.ready:
-        seconds = time.monotonic() - began
-        banner(record.state, view.started, view.roles, seconds, keys=KeyRules.of(spec), verbose=logs.verbose).show(
-            logs.format
-        )
+        show_ready(record.state, view, spec, time.monotonic() - began)
     while not await _ended(controller):
-        shown.show_changes(controller.view())
+        display.show_changes(controller.view())
 
 
 async def _ended(controller: Any) -> bool:

@@ -1,16 +1,15 @@
-"""Messages and start progress on the terminal: bars on a terminal, plain lines elsewhere; changes of a cluster."""
+"""Messages on the terminal: the progress of a start, then changes of the cluster."""
 
 import sys
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from headrace_cluster.core.view import BUILT_AGAIN, View
+from headrace_proto.errors import HeadraceError
 from headrace_proto.log_line import LogFormat
 
 _log: Any = None  # of a server process; client commands print sentences
 _format: LogFormat | None = None  # of its lines
-_bars: "_Bars | None" = None  # while they are on the terminal
 
 
 def use_log_format(format: LogFormat) -> None:
@@ -31,134 +30,47 @@ def use_log_format(format: LogFormat) -> None:
 
 def show_message(sentence: str, level: Literal["info", "warning", "error"] = "info", **facts: Any) -> None:
     """Shows one line to the person who started this command."""
-    if _bars is not None:
-        _bars.pause()
     if _log is not None:
         getattr(_log, level)(sentence, **facts)
     else:
         print(f"headrace: {sentence}", file=sys.stderr, flush=True)
-    if _bars is not None:
-        _bars.resume()
 
 
-def log_unexpected(error: Exception) -> None:
-    """One line on the terminal; the traceback is in the log file. For a server process."""
-    _log.error(f"unexpected {type(error).__name__}: {error}", exc_info=error)
-
-
-def restore_cursor() -> None:
-    """After the end of a live display that was not stopped."""
-    from headrace_proto.logs import stderr
-
-    if stderr().isatty():
-        stderr().write("\r\x1b[J\x1b[?25h")
-
-
-class StartDisplay(Protocol):
-    """Shows parts of a start, each with its stage."""
-
-    def update(self, part: str, stage: str, fraction: float) -> None:
-        """`fraction` is 0..1."""
-        ...
-
-    def __enter__(self) -> "StartDisplay": ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-
-def start_display(format: LogFormat = "text") -> StartDisplay:
-    """The display that fits stderr."""
-    from headrace_proto.logs import stderr
-
-    return _Bars() if stderr().isatty() and format == "text" else _Lines()
-
-
-class _Lines:
-    """A line whenever a stage changes."""
-
-    def __init__(self) -> None:
-        self._shown: dict[str, str] = {}
-
-    def update(self, part: str, stage: str, fraction: float) -> None:
-        if self._shown.get(part) != stage:
-            self._shown[part] = stage
-            show_message(f"{part}: {stage}")
-
-    def __enter__(self) -> "_Lines":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        return None
-
-
-class _Bars:
-    """A live bar per part."""
-
-    def __init__(self) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-        from headrace_proto.logs import stderr
-
-        columns = (
-            TextColumn("[bold]{task.description}"),
-            BarColumn(bar_width=24),
-            TextColumn("{task.fields[stage]}"),
-            TimeElapsedColumn(),
-        )
-        self._progress = Progress(*columns, console=Console(file=stderr()), transient=True, redirect_stderr=False)
-        self._tasks: dict[str, int] = {}
-
-    def update(self, part: str, stage: str, fraction: float) -> None:
-        from rich.markup import escape
-
-        if part not in self._tasks:
-            self._tasks[part] = self._progress.add_task(escape(part), total=1.0, stage=escape(stage))
-        self._progress.update(self._tasks[part], completed=fraction, stage=escape(stage))  # type: ignore[arg-type]
-
-    def pause(self) -> None:
-        """Removes the bars from the terminal, so that a line can be written."""
-        self._progress.stop()
-
-    def resume(self) -> None:
-        """Shows the bars again."""
-        self._progress.start()
-
-    def __enter__(self) -> "_Bars":
-        global _bars
-        _bars = self
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        global _bars
-        _bars = None
-        self._progress.stop()
+def show_failure(error: Exception) -> None:
+    """Why a server process ends: its sentence, or for an unexpected error one line, with the traceback in the log."""
+    if isinstance(error, HeadraceError):
+        show_message(str(error), "error")
+    else:
+        _log.error(f"unexpected {type(error).__name__}: {error}", exc_info=error)
 
 
 class ClusterDisplay:
-    """Shows one view after another: stages until all is ready, then failures and recoveries."""
+    """Shows the stages of a start, then failures and recoveries."""
 
     def __init__(self) -> None:
+        self._stages: dict[str, tuple[str, int]] = {}
         self._unable: set[str] = set()
         self._failures: dict[str, str] = {}
         self._problems: dict[str, str] = {}
 
-    def show_start(self, view: View, display: StartDisplay) -> None:
+    def show_stage(self, part: str, stage: str, fraction: float = 0.0) -> None:
+        """A line for a new stage of a part, and for each tenth of a long stage. `fraction` is 0..1."""
+        shown, tenths = self._stages.get(part, ("", 0)), int(fraction * 10)
+        if shown[0] != stage:
+            show_message(f"{part}: {stage}")
+        elif shown[1] < tenths < 10:
+            show_message(f"{part}: {stage}, {10 * tenths} %")
+        self._stages[part] = (stage, tenths)
+
+    def show_start(self, view: View) -> None:
         """While it starts."""
         for replica_id in view.unable.keys() - self._unable:
             show_message(view.unable[replica_id], "warning", replica=replica_id)
         self._unable = set(view.unable)
         for entry in view.progress:
-            display.update(entry.replica_id, entry.stage, entry.fraction)
+            self.show_stage(entry.replica_id, entry.stage, entry.fraction)
         for replica_id in view.started.keys() - {entry.replica_id for entry in view.progress}:
-            display.update(replica_id, "ready", 1.0)
+            self.show_stage(replica_id, "ready")
 
     def show_changes(self, view: View) -> None:
         """Once it is ready."""

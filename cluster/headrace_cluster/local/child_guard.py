@@ -1,54 +1,62 @@
-"""Ends the processes that a killed `serve` left running.
+"""Ends what a `serve` started on this machine and removes its private files, however that process ends.
 
 Ray's agents run half a minute longer than their raylet when the driver is killed with SIGKILL. The child-process guard
-is a small process in a session of its own that waits until its standard input ends. `serve` has the other end of that
-pipe and writes "remove PATH" for files that must not outlive it, "keep PATH" for the destination of Ray's logs, and
-"done" after an orderly stop. Without "done" the guard kills every process with the serve's mark, moves the logs and
-removes the files.
+is a small process in a session of its own that waits until its standard input ends, of which `serve` has the other
+end. Then it kills every process with the serve's mark, moves Ray's logs and removes the files.
+
+A process has the mark if it inherited a variable in its environment, or if it has an open file in Ray's folder: Ray's
+processes overwrite their environment with their titles, but all of them log there.
 
 Standard library only, and run as a file: it starts in hundredths of a second and holds little memory.
 """
 
 import contextlib
 import glob
+import json
 import os
+import secrets
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from pathlib import Path
 
+SERVE_ID_VARIABLE = "HEADRACE_SERVE_ID"
 KILL_SECONDS = 9.0
 
 
-@dataclass(frozen=True)
-class ProcessMark:
-    """Identifies the processes of one serve: by a variable in their environment, or by an open file in a folder.
+class ChildGuard:
+    """The guard of this process; every process that is started from now on has the mark. Its end ends all of them."""
 
-    Ray's processes overwrite their environment with their titles, but all of them log into Ray's folder.
-    """
+    def __init__(self, ray_folder: Path, state_file: Path) -> None:
+        """Both are removed at the end. state_file: has the log folder, to which Ray's logs are moved."""
+        serve_id = os.environ[SERVE_ID_VARIABLE] = secrets.token_hex()
+        command = [sys.executable, "-I", "-S", __file__, serve_id, str(ray_folder), str(state_file)]
+        quiet = subprocess.DEVNULL
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True
+        )
 
-    variable: str  # NAME=VALUE
-    folder: str | None = None  # absolute; None: by the variable only
+    def __enter__(self) -> "ChildGuard":
+        return self
 
-    def __post_init__(self) -> None:
-        """Raises ValueError for a mark that other processes have, too: whatever has it is killed."""
-        name, _, value = self.variable.partition("=")
-        if not name or not value:
-            raise ValueError(f"{self.variable!r} marks no process: it must be NAME=VALUE")
-        if self.folder is not None and (not os.path.isabs(self.folder) or os.path.normpath(self.folder) in ("/", "//")):
-            raise ValueError(f"{self.folder!r} marks no process: it must be an absolute path below the root")
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(2 * KILL_SECONDS)
 
-    def matches(self, pid: int) -> bool:
-        """Whether that process has the mark; False when it has ended, or belongs to another user."""
-        try:
-            with open(f"/proc/{pid}/environ", "rb") as file:
-                if self.variable.encode() in file.read().split(b"\0"):
-                    return True
-            return self.folder is not None and any(link.startswith(self.folder + "/") for link in _open_files(pid))
-        except OSError:
-            return False
+
+def is_marked(pid: int, serve_id: str, folder: str) -> bool:
+    """Whether that process is one of the serve; False when it has ended, or belongs to another user."""
+    try:
+        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        variable = f"{SERVE_ID_VARIABLE}={serve_id}".encode()
+        return variable in environment or any(link.startswith(f"{folder}/") for link in _open_files(pid))
+    except OSError:
+        return False
 
 
 def _open_files(pid: int) -> Iterator[str]:
@@ -57,12 +65,13 @@ def _open_files(pid: int) -> Iterator[str]:
             yield os.readlink(f"/proc/{pid}/fd/{descriptor}")
 
 
-def kill_marked(mark: ProcessMark, exclude: Collection[int] = (), seconds: float = KILL_SECONDS) -> None:
+def kill_marked(serve_id: str, folder: str, exclude: Collection[int]) -> None:
     """Kills marked processes until a scan finds none: processes that they start meanwhile have the mark, too."""
-    deadline = time.monotonic() + seconds
+    assert serve_id and len(Path(folder).parts) > 2, "an empty mark would be that of unrelated processes"
+    deadline = time.monotonic() + KILL_SECONDS
     while time.monotonic() < deadline:
         pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
-        found = [pid for pid in pids if pid != os.getpid() and pid not in exclude and mark.matches(pid)]
+        found = [pid for pid in pids if pid not in exclude and is_marked(pid, serve_id, folder)]
         if not found:
             return
         for pid in found:
@@ -71,17 +80,9 @@ def kill_marked(mark: ProcessMark, exclude: Collection[int] = (), seconds: float
         time.sleep(0.1)
 
 
-def remove(path: str) -> None:
-    """Removes a file or a folder, if it is there."""
-    if os.path.isdir(path):
-        shutil.rmtree(path, ignore_errors=True)
-    elif os.path.lexists(path):
-        os.unlink(path)
-
-
-def keep_logs(temp_dir: str, destination: str) -> None:
-    """Moves the logs of the Ray in `temp_dir` to `destination`, readable by the owner only; replaces a link there."""
-    found = sorted(glob.glob(os.path.join(glob.escape(temp_dir), "session_2*", "logs")))
+def keep_logs(ray_folder: str, destination: str) -> None:
+    """Moves Ray's logs to `destination`, readable by the owner only; replaces a link there."""
+    found = sorted(glob.glob(os.path.join(glob.escape(ray_folder), "session_2*", "logs")))
     if not found:
         return
     with contextlib.suppress(OSError, shutil.Error):  # a full disk: the files that were copied stay
@@ -95,28 +96,19 @@ def keep_logs(temp_dir: str, destination: str) -> None:
                 os.chmod(os.path.join(folder, name), 0o600)
 
 
-def main(arguments: list[str]) -> int:
-    """usage: child_guard.py NAME=VALUE FOLDER (the variable and folder that mark processes; the folder is removed)"""
-    variable, folder = arguments
-    paths = [folder]
-    logs = ""
+def main(serve_id: str, ray_folder: str, state_file: str) -> None:
+    """The guard's process. It ignores the signals that end a `serve`."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    for line in sys.stdin:
-        command, _, path = line.rstrip("\n").partition(" ")
-        if command == "done":
-            return 0
-        if command == "keep":
-            logs = path
-        else:  # remove
-            paths.append(path)
-    kill_marked(ProcessMark(variable, folder))
-    if logs:
-        keep_logs(folder, logs)
-    for path in paths:
-        remove(path)
-    return 0
+    parent = os.getppid()
+    sys.stdin.read()
+    kill_marked(serve_id, ray_folder, exclude={os.getpid(), parent})
+    with contextlib.suppress(OSError, ValueError):
+        if log_folder := json.loads(Path(state_file).read_text())["log_folder"]:
+            keep_logs(ray_folder, os.path.join(log_folder, "ray"))
+    shutil.rmtree(ray_folder, ignore_errors=True)
+    Path(state_file).unlink(missing_ok=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(*sys.argv[1:])

@@ -7,9 +7,6 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-# Every descendant of a `serve` inherits this variable, and no other process has its value: see child_guard.py.
-SERVE_ID_VARIABLE = "HEADRACE_SERVE_ID"
-
 _PR_SET_PDEATHSIG = 1
 
 
@@ -35,14 +32,11 @@ class ProcessId:
     def alive(self) -> bool:
         return ProcessId.of(self.pid) == self
 
-    def signal(self, number: int) -> bool:
-        """Sends a signal; False when the process has ended."""
-        if not self.alive:
-            return False
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, number)
-            return True
-        return False
+    def signal(self, number: int) -> None:
+        """Sends a signal, unless the process has ended."""
+        if self.alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
 
 def set_parent_death_signal(parent: int, number: int = signal.SIGTERM) -> None:

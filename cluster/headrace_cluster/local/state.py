@@ -1,13 +1,12 @@
-"""State of running servers for client commands: one 0600 file per serve.
+"""State of running servers for client commands: one 0600 file `serve-<pid>.json` per serve or controller.
 
-`serve-<admin port>.json` once the controller listens, `starting-<pid>.json` until then. The folder is HEADRACE_HOME
-(default ~/.headrace), readable by its owner only. A file whose process has ended counts as absent.
+The folder is HEADRACE_HOME (default ~/.headrace), readable by its owner only. A file whose process has ended counts as
+absent, and is removed.
 """
 
 import json
 import os
 import secrets
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -69,16 +68,12 @@ def home() -> Path:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not os.access(path, os.W_OK | os.X_OK):
             raise PermissionError(13, "no permission to write")
-        problem = folder_problem(path.stat(), os.geteuid())
+        problem = folder_problem(path.stat(), os.geteuid()).format(path=path)
     except OSError as error:
-        raise StateError(
-            f"the folder {path} for keys and process ids cannot be used ({error.strerror}); "
-            "set HEADRACE_HOME to another"
-        ) from error
+        problem = str(error.strerror)
     if problem:
         raise StateError(
-            f"the folder {path} for keys and process ids is not used: {problem.format(path=path)}; "
-            "or set HEADRACE_HOME to another"
+            f"the folder {path} for keys and process ids cannot be used: {problem}; or set HEADRACE_HOME to another"
         )
     return path
 
@@ -97,44 +92,35 @@ def new_key() -> str:
 
 
 def path_of(state: ServeState) -> Path:
-    """The path of its file."""
-    return home() / (f"starting-{state.pid}.json" if state.starting else f"serve-{state.admin_port}.json")
+    """Of its state file. Raises StateError."""
+    return home() / f"serve-{state.pid}.json"
 
 
-def save(state: ServeState) -> Path:
-    """Writes a serve's file. Raises StateError."""
-    path = path_of(state)
+def save(state: ServeState, path: Path | None = None) -> Path:
+    """Writes a state file, by default that of `path_of`. Raises StateError."""
+    path = path_of(state) if path is None else path
     write_private(path, json.dumps(asdict(state), indent=1) + "\n")
     return path
 
 
 def running() -> list[ServeState]:
-    """All live serves of this user, by start time. If a process has both files, it has started."""
-    alive = {state.pid: state for _, state in _states("starting") if state.process.alive}
-    alive |= {state.pid: state for _, state in _states("serve") if state.process.alive}
-    return sorted(alive.values(), key=lambda state: (state.since, state.admin_port))
+    """All live serves of this user, by start time; files of processes that were killed are removed."""
+    found = []
+    for path in home().glob("serve-*.json"):
+        state = read(path)
+        if state is not None and state.process.alive:
+            found.append(state)
+        elif state is not None:
+            path.unlink(missing_ok=True)
+    return sorted(found, key=lambda state: (state.since, state.admin_port))
 
 
-def remove_stale() -> None:
-    """Removes the files of processes that were killed."""
-    for kind in ("starting", "serve"):
-        for path, state in _states(kind):
-            if not state.process.alive:
-                path.unlink(missing_ok=True)
-
-
-def _states(kind: str) -> Iterator[tuple[Path, ServeState]]:
-    for path in sorted(home().glob(f"{kind}-*.json")):
-        state = _read(path)
-        if state is not None:
-            yield path, state
-
-
-def _read(path: Path) -> ServeState | None:
+def read(path: Path) -> ServeState | None:
+    """None if there is no file, or it was truncated by a full disk."""
     try:
         data: dict[str, Any] = json.loads(read_private(path, "the state file", follow_link=False))
         known = {name: data[name] for name in ServeState.__slots__ if name in data}
         lists = {name: tuple(known.get(name, ())) for name in ("models", "metrics")}
         return ServeState(**(known | lists))
     except (OSError, ValueError, TypeError):
-        return None  # absent, or truncated by a full disk: treated as no server
+        return None

@@ -1,4 +1,4 @@
-"""Connections of our own clients over TLS: a server's certificate is always verified."""
+"""Connections of our own clients: over TLS a server's certificate is always verified."""
 
 import http.client
 import re
@@ -9,8 +9,12 @@ from headrace_cluster.errors import CertificateError
 from headrace_cluster.local.state import ServeState
 
 _NO_CHECK_TIME = ssl.VerifyFlags(0x200000)  # X509_V_FLAG_NO_CHECK_TIME, for which Python has no name
-_DATES = (9, 10)  # X509_V_ERR_CERT_NOT_YET_VALID, X509_V_ERR_CERT_HAS_EXPIRED
 _CERTIFICATE = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
+
+
+def reachable(host: str) -> str:
+    """The host to which a client on this machine connects for a listener on `host`."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1", "[::]": "::1"}.get(host, host)
 
 
 def tls_of(server: ServeState) -> ssl.SSLContext | None:
@@ -71,9 +75,10 @@ def open_connection(host: str, port: int, timeout: float, context: ssl.SSLContex
 def tls_failure(address: str, error: Exception) -> CertificateError | None:
     """The error for a TLS connection that failed; None if TLS is not the reason. address: host:port."""
     if isinstance(error, ssl.SSLCertVerificationError):
-        remedy = "; name the authority that signed it with --ca FILE or HEADRACE_CA"
-        remedy = "" if error.verify_code in _DATES else remedy
-        return CertificateError(f"the certificate of {address} is not accepted ({error.verify_message}){remedy}")
+        return CertificateError(
+            f"the certificate of {address} is not accepted ({error.verify_message}); name the authority that signed it "
+            "with --ca FILE or HEADRACE_CA"
+        )
     if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
         return CertificateError(f"no TLS connection to {address} ({_reason(error)}); does this port use TLS?")
     return None

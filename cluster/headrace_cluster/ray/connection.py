@@ -6,7 +6,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from typing import NoReturn
 
 import grpc
 
@@ -62,19 +61,17 @@ def join_when_up(spec: ClusterSpec, tell: Callable[[str], None]) -> str:
     address = spec.ray.address
     assert address is not None
     while True:
-        began = time.monotonic()
         try:
             await_gcs(address, JOIN_SECONDS)
+            break
         except RayStartError as error:
             tell(f"{error}; trying again until one does")
-            time.sleep(max(0.0, JOIN_SECONDS - (time.monotonic() - began)))
-            continue
-        try:
-            return join(spec)
-        except RayStartError as error:
-            tell(f"{error}; trying again in {JOIN_SECONDS:g} s")
-            time.sleep(JOIN_SECONDS)
-            _start_anew()
+    try:
+        return join(spec)
+    except RayStartError as error:
+        tell(f"{error}; trying again in {JOIN_SECONDS:g} s")
+        time.sleep(JOIN_SECONDS)
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def node_is_alive() -> bool:
@@ -83,10 +80,6 @@ def node_is_alive() -> bool:
 
     own = ray.get_runtime_context().get_node_id()
     return any(node["NodeID"] == own and node["Alive"] for node in ray.nodes())
-
-
-def _start_anew() -> NoReturn:
-    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def await_gcs(address: str, seconds: float = GCS_SECONDS) -> None:
@@ -102,8 +95,7 @@ def await_gcs(address: str, seconds: float = GCS_SECONDS) -> None:
             socket.create_connection(split_address(address), max(0.1, deadline - time.monotonic())).close()
             return
         except (OSError, ValueError, OverflowError) as error:  # ValueError: a name that is none
-            is_final = isinstance(error, socket.gaierror) or not isinstance(error, OSError)
-            if is_final or time.monotonic() + GCS_RETRY_SECONDS >= deadline:
+            if time.monotonic() + GCS_RETRY_SECONDS >= deadline:
                 reason = getattr(error, "strerror", None) or str(error)
                 raise RayStartError(
                     f"no Ray answers at {address} ({reason}); check --ray-address: host and port of the GCS, "

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import psutil
 
-from headrace_cluster.local.ports import free_port_after
+from support.ports import free_port
 
 START_SECONDS = 120
 SMALL = ("--max-model-len", "2048", "--kv-cache-memory", "512MiB")  # pages are allocated when they are first used
@@ -150,7 +150,7 @@ class Serve:
 
     def status(self) -> Any:
         """As `headrace status --json`, without a process for it; None while there is no controller."""
-        state = json.loads((self.home / f"serve-{self.admin_port}.json").read_text())
+        state = json.loads((self.home / f"serve-{self.process.pid}.json").read_text())
         headers = {"Authorization": f"Bearer {state['admin_key']}"}
         try:
             return httpx.get(f"{state['admin_url']}/status", headers=headers, trust_env=False).json()
@@ -181,8 +181,7 @@ class Joined:
         secret = home / "secret"
         secret.write_text("s" * 32)
         secret.chmod(0o600)
-        ports = (free_port_after("127.0.0.1", first, 1, set()) for first in (20_500, 20_600, 20_700, 20_800))
-        http, grpc, self.admin_port, control = ports
+        http, grpc, self.admin_port, control = (free_port() for _ in range(4))
         self.url = f"http://127.0.0.1:{http}"
         self._joins = ("--ray-address", address, "--secret-file", str(secret), *(("--ray-no-auth",) * no_auth))
         self._control = (

@@ -12,8 +12,9 @@ from headrace_cluster.controller.members import Membership
 from headrace_cluster.controller.operations import Operation, replica_operations
 from headrace_cluster.core.backoff import Restarts
 from headrace_cluster.core.words import Words
-from headrace_cluster.launch.controller_process import BACKOFF, START_SECONDS, VIEW_SECONDS, WINDOW_SECONDS
-from headrace_cluster.launch.running_cluster import WATCH_SECONDS
+from headrace_cluster.launch.child_process import BACKOFF, WINDOW_SECONDS
+from headrace_cluster.launch.controller_process import START_SECONDS, VIEW_SECONDS
+from headrace_cluster.launch.serve import WATCH_SECONDS
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_cluster.spec.process_specs import HealthSpec
 from headrace_proto import control_pb2 as control
