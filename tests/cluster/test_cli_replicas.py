@@ -129,7 +129,7 @@ def test_a_rejection_is_printed(scripted: Callable[[Responses], ScriptedAdmin], 
         ("drain", [_status("draining"), _status("starting", 2)], "was brought back"),
         ("drain", [(200, {"replicas": [], "routers": []})], "is stopping"),
         ("undrain", [_status("starting", 2), _status("dead", 2, note="too little memory")], "too little memory"),
-        ("undrain", [_status("drained", note="drained")], "m-1 is drained"),
+        ("undrain", [_status("drained")], "m-1: drained"),
     ],
 )
 def test_failures_during_the_wait(

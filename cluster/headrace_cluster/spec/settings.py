@@ -38,11 +38,12 @@ def read_file(path: Path) -> dict[str, Any]:
             return super().construct_mapping(node, deep)
 
     try:
-        data = Loader(path.read_text(encoding="utf-8")).get_single_data()
+        with path.open(encoding="utf-8") as file:  # with a file the error quotes no line, which may have a key
+            data = Loader(file).get_single_data()
     except OSError as error:
         raise SpecError(f"the config file {path} cannot be read: {error.strerror}; pass another with -f") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise SpecError(f"the config file {path} is not YAML: {' '.join(str(error).split())}") from error
+        raise SpecError(f"the config file is not YAML: {' '.join(str(error).split())}") from error
     if data is not None and not isinstance(data, dict):
         raise SpecError(
             f"the config file {path} must hold keys and values, such as 'models:' "
