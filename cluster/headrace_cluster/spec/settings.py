@@ -43,7 +43,7 @@ def read_file(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise SpecError(f"the config file {path} cannot be read: {error.strerror}; pass another with -f") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise SpecError(f"the config file is not YAML: {' '.join(str(error).split())}") from error
+        raise SpecError(f"the config file {path} is not YAML: {' '.join(str(error).split())}") from error
     if data is not None and not isinstance(data, dict):
         raise SpecError(
             f"the config file {path} must hold keys and values, such as 'models:' "
