@@ -8,12 +8,12 @@ from typing import Any, cast
 import pytest
 
 from headrace_cluster.cli.api_client import ApiClient, ChatDelta
-from headrace_cluster.cli.chat_session import (
+from headrace_cluster.cli.chat import (
     ChatError,
     Conversation,
+    read_tools,
     run_command,
     run_conversation,
-    start_chat,
     without_controls,
 )
 
@@ -105,22 +105,16 @@ def test_calls_that_the_limit_of_tokens_cuts_off_are_not_sent_back() -> None:
     assert chat.messages[-1] == {"role": "assistant", "content": ""}
 
 
-def test_tools_come_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tools_come_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "tools.json"
-    client = Client(CALLS)
-
-    def start() -> None:
-        start_chat(cast(ApiClient, client), once="Hi", model=None, system=None, settings={}, stats=False, tools=file)
-
     with pytest.raises(ChatError, match="cannot be read"):
-        start()
+        read_tools(file)
     for content, words in (("{}", "not a list of tools"), ("[", "cannot be read as JSON")):
         file.write_text(content)
         with pytest.raises(ChatError, match=words):
-            start()
+            read_tools(file)
     file.write_text(json.dumps(TOOLS))
-    start()
-    assert client.bodies[0]["tools"] == TOOLS and 'call: get_weather({"city": "Bern"})' in capsys.readouterr().err
+    assert read_tools(file) == TOOLS
 
 
 def test_control_characters_are_removed() -> None:

@@ -44,12 +44,6 @@ def test_a_conversation(server: ChatServer, terminal: ChatTerminal, private_home
     partial = server.requests[-1]["messages"][-2]
     assert partial["role"] == "assistant" and partial["content"].startswith(" 1 2 3")
     terminal.type("long\r", "(the limit of tokens is reached; /set max_tokens N changes it)", PROMPT)
-    terminal.type("count\r", "1 2 3")
-    terminal.type("y" * 5000 + "\r", " 9 ")
-    assert "y" not in terminal.plain.rpartition("count")[2]
-    server.end_count.set()
-    terminal.wait_for(ANSWER)
-    assert server.messages[-1] == "y" * 5000, "typed during an answer, and read by the prompt after it"
     assert "\x1b[2m" in terminal.received and "\x1b[31mheadrace: " in terminal.received
     terminal.type(CTRL_D)
     assert terminal.wait_end() == 0
@@ -79,7 +73,5 @@ def test_without_colors(server: ChatServer, private_home: Path, variable: str, v
         terminal.type("/nothing\r", "there is no command", PROMPT)
         assert server.messages == ["x" * 4200]
         assert "\x1b[2m" not in terminal.received and "\x1b[31m" not in terminal.received
-        terminal.process.terminate()
-        assert terminal.wait_end() == 143
     finally:
         terminal.close()

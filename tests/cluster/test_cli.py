@@ -35,19 +35,7 @@ def _imported(*arguments: str) -> set[str]:
 
 @pytest.mark.parametrize(
     "arguments",
-    [
-        ("--help",),
-        ("version",),
-        ("status", "--json"),
-        ("status",),
-        ("stop",),
-        ("profile",),
-        ("role", "m-0", "both"),
-        ("drain", "m-0"),
-        ("undrain", "m-0"),
-        ("chat", "--once", "x"),
-        ("config", "show"),
-    ],
+    [("--help",), ("status",), ("chat", "--once", "x"), ("config", "show")],
 )
 def test_client_commands_load_nothing_heavy(arguments: tuple[str, ...]) -> None:
     modules = _imported(*arguments)
@@ -60,11 +48,11 @@ def test_client_commands_load_nothing_heavy(arguments: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [
-        (("--no-such-flag",), 2, "no such option"),
-        (("serve", "--replicas", "many"), 2, "--replicas: it must be a whole number"),
-        (("serve", "--replicas", "0"), 2, "--replicas: it must be at least 1"),
-        (("serve", "--dtype", "int3"), 2, "--dtype: it must be"),
-        (("serve", "--kv-cache-memory", "lots"), 2, "2GiB"),
+        (("--no-such-flag",), 2, "No such option"),
+        (("serve", "--replica", "2"), 2, "--replicas"),
+        (("serve", "--replicas", "many"), 2, "'--replicas': Input should be a valid integer"),
+        (("serve", "--replicas", "0"), 2, "--replicas: Input should be greater than or equal to 1"),
+        (("serve", "--tensor-parallel-size", "2"), 2, "no such option --tensor-parallel-size; here it is --tp"),
         (("serve", "-f", "/nowhere.yaml"), 2, "cannot be read"),
         (("serve", "/no/such/model", "--admin-port", "0", "--port", "0", "--grpc-port", "0"), 1, "no model at"),
         (("serve", "--host", "0.0.0.0"), 1, "--allow-no-auth"),
@@ -72,34 +60,20 @@ def test_client_commands_load_nothing_heavy(arguments: tuple[str, ...]) -> None:
         (("router", "--controller", "127.0.0.1:1"), 2, "--secret-file FILE"),
         (("router", "--controller", "127.0.0.1:1", "--secret-file", "/nowhere"), 1, "cannot be read"),
         (("controller", "tiny"), 2, "--secret-file FILE"),
-        (("status",), 1, "./headrace serve"),
+        (("router", "--config-stdin"), 2, "--secret-file"),
         (("stop",), 1, "./headrace serve"),
-        (("profile",), 1, "./headrace serve"),
-        (("profile", "--steps", "many"), 2, "--steps: it must be a whole number"),
-        (("role", "m-0", "both"), 1, "./headrace serve"),
-        (("role", "m-0"), 2, "missing argument prefill|decode|both"),
-        (("drain", "m-0"), 1, "./headrace serve"),
-        (("drain", "m-0", "--seconds", "-1"), 2, "it must be at least 0"),
-        (("undrain", "m-0"), 1, "./headrace serve"),
-        (("serve", "--prefill", "1"), 2, "without decode"),
-        (("serve", "--prefill", "1", "--decode", "1", "--replicas", "2"), 2, "beside prefill and decode"),
-        (("chat", "--once", "x", "--port", "1"), 1, "./headrace serve --port 1"),
+        (("role", "m-0"), 2, "prefill|decode|both"),
+        (("chat", "--once", "x", "--port", "1"), 1, "./headrace serve"),
         (("chat", "--once", "x", "--port", "70000"), 1, "no server answers at 127.0.0.1:70000"),
-        (("chat", "--once", "x", "--temperature", "3"), 2, "--temperature: it must be"),
         (("chat", "--once", "x", "--api-key", "ключ"), 2, "printable ASCII"),
+        (("statu",), 2, "Did you mean 'status'"),
     ],
 )
-def test_failures_are_one_sentence_on_stderr(arguments: tuple[str, ...], status: int, words: str) -> None:
+def test_failures_are_described_on_stderr(arguments: tuple[str, ...], status: int, words: str) -> None:
     done = _run(*arguments)
     assert (done.returncode, done.stdout) == (status, "")
     assert words in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_a_port_in_use_is_one_sentence(server: "FakeServer") -> None:
-    done = _run("serve", "--admin-port", "0", "--port", "0", "--grpc-port", str(server.port))
-    assert done.returncode == 1
-    assert f"port {server.port} on 127.0.0.1 is in use; choose another with --grpc-port" in done.stderr
 
 
 def test_config_show_is_a_config(tmp_path: Path) -> None:
@@ -126,20 +100,6 @@ def test_config_schema_is_json() -> None:
     assert "{pool}" not in json.dumps(schema)
 
 
-def test_an_empty_config_file_is_a_warning(tmp_path: Path) -> None:
-    path = tmp_path / "c.yaml"
-    path.write_text("# nothing yet\n")
-    for done in (_run("config", "show", "-f", str(path)), _run("config", "show", HEADRACE_CONFIG=str(path))):
-        assert done.returncode == 0 and yaml.safe_load(done.stdout)["models"][0]["name"] == "smollm2"
-        assert f"the config file {path} is empty: it sets nothing" in done.stderr
-
-
-def test_an_unknown_variable_is_a_warning() -> None:
-    done = _run("config", "show", HEADRACE_PROT="1")
-    assert done.returncode == 0
-    assert "HEADRACE_PROT sets nothing (did you mean HEADRACE_PORT?)" in done.stderr
-
-
 STATUS = {
     "replicas": [
         {
@@ -151,8 +111,12 @@ STATUS = {
             "state": "ready",
             "load": {"running": 3, "waiting": 0, "kv_usage": 0.125},
             "ranks": [{"rank": rank, "device": "cuda:0", "node": "10.0.0.1", "pid": 4_000 + rank} for rank in range(8)],
+            "note": "a note",
+            "beside": [{"generation": 1, "state": "draining", "note": ""}],
+            "roll_failed": "a bad file",
         }
     ],
+    "problems": ["a problem"],
     "routers": [],
 }
 PROFILE = {
@@ -255,17 +219,11 @@ def test_chat_prints_the_servers_sentence(server: FakeServer) -> None:
     assert done.stderr == "headrace: the prompt is too long\n"
 
 
-@pytest.mark.parametrize(
-    ("key", "words"),
-    [
-        (None, "this server needs an API key: pass --api-key KEY or set HEADRACE_API_KEY"),
-        ("wrong-key", "the API key is not valid; pass another with --api-key KEY or HEADRACE_API_KEY"),
-    ],
-)
-def test_a_rejected_key_names_the_flag(server: FakeServer, key: str | None, words: str) -> None:
+def test_a_rejected_key_names_the_flag(server: FakeServer) -> None:
     server.key = "key-12345"
-    with pytest.raises(ServerError, match=f"^{words}$"):
-        ApiClient("127.0.0.1", server.port, key).models()
+    for key in (None, "wrong-key"):
+        with pytest.raises(ServerError, match="pass --api-key KEY or set HEADRACE_API_KEY"):
+            ApiClient("127.0.0.1", server.port, key).models()
     assert ApiClient("127.0.0.1", server.port, server.key).models() == ["tiny"]
 
 
@@ -280,7 +238,7 @@ def test_a_port_without_a_server_lists_running_servers() -> None:
     with pytest.raises(NotRunningError) as raised:
         ApiClient("127.0.0.1", 1, None).models()
     start, _, running = str(raised.value).partition("; running: ")
-    assert start.startswith("no server answers at 127.0.0.1:1; start one with: ") and start.endswith("serve --port 1")
+    assert start.startswith("no server answers at 127.0.0.1:1; start one with: ")
     assert running == f"blue (HTTP 8000, admin 8002, process {me.pid})"
 
 
@@ -294,10 +252,16 @@ def test_status_and_profile_use_the_stored_key(server: FakeServer) -> None:
     document = json.loads(done.stdout)
     assert document == STATUS
     assert server.requests[-1][1]["Authorization"] == "Bearer stored-key"
-    heads, row, ranks = _run("status", "--admin-port", str(server.port), COLUMNS="80").stdout.splitlines()
+    heads, row, ranks, *notes = _run("status", "--admin-port", str(server.port), COLUMNS="80").stdout.splitlines()
     assert heads.split()[:4] == ["replica", "model", "role", "tp×pp"]
     assert row.split() == ["tiny-0", "tiny", "decode", "4×2", "ready", "3", "0", "12.5%"]
     assert ranks.startswith("tiny-0: rank 0 cuda:0 on 10.0.0.1 (process 4000), rank 1 ") and ranks.count("process") == 8
+    assert notes == [
+        "tiny-0: a note",
+        "tiny-0: beside it generation 1, draining",
+        "tiny-0: it was not rolled: a bad file",
+        "controller: a problem",
+    ]
     profiled = _run("profile", "tiny-0", "--steps", "5", "--admin-port", str(server.port))
     assert profiled.returncode == 0, profiled.stderr
     path, headers, body = server.requests[-1]
@@ -315,10 +279,3 @@ def test_status_and_profile_use_the_stored_key(server: FakeServer) -> None:
     assert (refused.returncode, refused.stdout, refused.stderr) == (1, "", "headrace: the prompt is too long\n")
     elsewhere = _run("status", "--admin-port", "1")
     assert elsewhere.returncode == 1 and f"admin {server.port}" in elsewhere.stderr
-
-
-def test_a_flag_of_another_server_is_wrong_usage() -> None:
-    done = _run("serve", "--tensor-parallel-size", "2")
-    assert (done.returncode, done.stdout) == (2, "")
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("headrace: ") and "--tensor-parallel-size" in line and line.endswith("--tp")

@@ -1,11 +1,11 @@
-"""What `headrace explain` prints of an account that a router sent."""
+"""What `headrace explain` prints of the account of a request."""
 
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from headrace_cluster.cli import status as explain
-from headrace_cluster.errors import ServerError
+from headrace_cluster.cli import status
 
 DOCUMENT: dict[str, Any] = {
     "request": "id-1",
@@ -18,55 +18,40 @@ DOCUMENT: dict[str, Any] = {
     "cached_tokens": 0,
     "output_tokens": 5,
     "preemptions": 0,
-    "ahead": 0,
-    "ahead_tokens": 0,
-    "causes": [{"cause": "decode", "words": "decoding", "seconds": 1.5}],
+    "ahead": 1,
+    "ahead_tokens": 7,
+    "causes": [
+        {"cause": "queue", "words": "waiting", "seconds": 1.5},
+        {"cause": "rest", "words": "rest", "seconds": 0.0001},
+    ],
     "decisions": [
         {
             "replica_id": "m-0",
             "candidates": 2,
             "tokens": 10,
-            "prediction": None,
-            "source_id": "",
+            "prediction": {"first_token": 0.4, "answer": 1.0, "delay": 0.1},
+            "source_id": "m-1",
             "source_computes": False,
-            "considered": [],
+            "considered": [{"replica_id": "m-0", "cost": 1.5, "cached_tokens": 8}],
         }
     ],
 }
 
 
-def _printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], document: Any) -> str:
+def test_an_account_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     class Client:
         def __init__(self, choice: object) -> None: ...
 
-        def call(self, *args: object, **options: object) -> Any:
-            return document
+        def call(self, *args: object) -> Any:
+            return DOCUMENT
 
-    monkeypatch.setattr(explain, "AdminClient", Client)
-    choice: Any = None
-    explain.explain_request(choice, "id-1", as_json=False)
-    return capsys.readouterr().out
-
-
-def test_an_account_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = _printed(monkeypatch, capsys, DOCUMENT).splitlines()
+    monkeypatch.setattr(status, "AdminClient", Client)
+    lines = CliRunner().invoke(status.app, ["explain", "id-1"]).stdout.splitlines()
     assert lines[0].startswith("id-1: 2.000 s, complete; first token after 0.500 s")
-    assert lines[1].split() == ["1.500", "s", "75.0%", "decoding"] and lines[2] == "placed on m-0, of 2 candidates"
-
-
-def test_what_a_router_sends_does_not_control_the_terminal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    forged = DOCUMENT | {"causes": [{"cause": "x", "words": "\x1b]0;title\x07\x1b[2J\nready", "seconds": 1.0}]}
-    printed = _printed(monkeypatch, capsys, forged)
-    assert not [character for character in printed if not character.isprintable() and character != "\n"]
-    assert "]0;title" in printed and len(printed.splitlines()) == 3
-
-
-@pytest.mark.parametrize("change", [{"causes": None}, {"seconds": "x"}, {"seconds": 0.0}, {"decisions": [{}]}])
-def test_an_account_of_another_form_is_a_sentence(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], change: dict[str, Any]
-) -> None:
-    with pytest.raises(ServerError, match="--json"):
-        _printed(monkeypatch, capsys, DOCUMENT | change)
-    assert not capsys.readouterr().out
+    assert lines[1] == "    1.500 s  75.0%  waiting (behind 1 request, 7 tokens of their prompts)"
+    assert lines[2:] == [
+        "placed on m-0, of 2 candidates: predicted 0.400 s until the first token, 1.000 s of answer, others delayed by "
+        "0.100 s",
+        "  m-1 sends cached blocks of its prompt",
+        "  m-0: 1.500 s, 8 of 10 tokens cached",
+    ]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace_cluster.cli.logs import find_run, log_files, print_logs
+from headrace_cluster.cli.logs import find_run, print_logs
 from headrace_cluster.cli.servers import ServerChoice
 from headrace_cluster.errors import NotRunningError, ServerChoiceError
 from headrace_cluster.local import state
@@ -74,15 +74,13 @@ def test_one_part_and_the_last_lines(
 def test_json_records_are_ordered_by_their_time(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "serve.log").write_text('{"timestamp": "2026-11-22T02:00:09", "event": "b"}\n')
     (run / "a.log").write_text('{"timestamp": "2026-11-22T02:00:07", "event": "a"}\n')
-    for name in ("a", "serve"):
-        assert log_files(run, name)
     print_logs(run, None, 2, follow=False)
     assert [line[-4:-2] for line in capsys.readouterr().out.splitlines()] == ['"a', '"b']
 
 
 def test_a_part_without_a_file_is_a_sentence(run: Path) -> None:
     with pytest.raises(NotRunningError, match="no log of 'm-7'; it has: m-0, m-10, router, serve"):
-        log_files(run, "m-7")
+        print_logs(run, "m-7", 1, follow=False)
 
 
 def _at(admin_port: int) -> ServerChoice:
@@ -90,7 +88,7 @@ def _at(admin_port: int) -> ServerChoice:
 
 
 def test_the_running_server_else_the_last_run(run: Path) -> None:
-    with pytest.raises(NotRunningError, match="admin port 9000"):
+    with pytest.raises(NotRunningError, match="there are no logs of a server with admin port 9000"):
         find_run(_at(9000))
     assert find_run(ServerChoice()) == find_run(_at(8002)) == run
     later = make_run_folder("headrace", 9000, datetime.now(UTC) + timedelta(seconds=1))
@@ -120,31 +118,6 @@ def test_any_port_or_name_finds_a_run_that_ended() -> None:
         assert find_run(ServerChoice(names=(name,), given=name)) == tiny
     assert find_run(ServerChoice(port=5, given="--port 5")) == blue, "the newest run that matches"
     assert find_run(_at(9102)) == find_run(ServerChoice(names=("blue", "smollm2"), given="both")) == blue
-    (blue / "server.json").write_text("{")
-    assert find_run(ServerChoice()) == blue, "one that did not write it is still the last run"
-
-
-def test_a_part_finds_the_newest_run_that_has_it() -> None:
-    tiny, later = _ended(9000, 0, "tiny"), _ended(9100, 1, "smollm2")
-    assert find_run(ServerChoice()) == find_run(ServerChoice(), "absent-0") == later
-    assert find_run(ServerChoice(), "tiny-0") == tiny
-    running = _ended(9200, 2, "other")
-    state.save(_server(9202, running, os.getpid()))
-    assert find_run(ServerChoice()) == find_run(ServerChoice(), "other-0") == running
-    assert find_run(ServerChoice(), "tiny-0") == tiny
-    assert find_run(ServerChoice(port=9202, given="--port 9202"), "tiny-0") == running
-
-
-def test_when_no_run_matches_the_newest_are_listed() -> None:
-    with pytest.raises(NotRunningError, match=r"there are no logs; they come with the first"):
-        find_run(_at(8000))
-    for minute in range(7):
-        _ended(9000 + 10 * minute, minute, f"tiny{minute}")
-    with pytest.raises(NotRunningError) as caught:
-        find_run(_at(8000))
-    sentence = str(caught.value)
-    assert "no logs of a server with admin port 8000; the newest runs with logs: headrace (tiny6, " in sentence
-    assert "HTTP 9020, admin 9022, 20261122T020200Z" in sentence and "tiny1" not in sentence
 
 
 def test_follow_prints_new_lines_and_files(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -174,9 +147,3 @@ def test_ctrl_c_ends_follow_with_status_0(run: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=20)
     assert (process.returncode, err) == (0, "")
-
-
-def test_the_path_alone(run: Path) -> None:
-    command = [sys.executable, "-m", "headrace_cluster", "logs", "--path"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert (done.stdout, done.stderr) == (f"{run}\n", "")

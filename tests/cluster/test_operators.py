@@ -269,7 +269,7 @@ def test_a_rollout_with_another_setting(driver: FakeDriver, eventually: Eventual
             await eventually(lambda: list(driver.ranks) == [SECOND] and control.planner.ready)
             assert control.planner.wanted["smollm2-0"].model.max_num_seqs == 16
             for settings, words in (
-                ({"max_num_seqs": 0}, "max_num_seqs: it must be at least 1"),
+                ({"max_num_seqs": 0}, "max_num_seqs: Input should be greater than or equal to 1"),
                 ({"max_num_sqs": 4}, "max_num_sqs cannot be set here"),
                 ({"replicas": 4}, "replicas cannot be set here"),
             ):
@@ -304,7 +304,7 @@ def test_other_models_are_applied(driver: FakeDriver, eventually: Eventually) ->
             again = Controlled(driver, control.words)
             await again.loop.open()
             assert list(again.planner.wanted) == ["next-0"]
-            for wrong, words in (([{"replicas": 0}], "replicas"), ([{"sourc": "x"}], "did you mean source")):
+            for wrong, words in (([{"replicas": 0}], "replicas"), ([{"sourc": "x"}], "sourc")):
                 code, sentence = await post("/apply", models=wrong)
                 assert code == 409 and words in sentence
 

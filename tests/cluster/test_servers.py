@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from headrace_cluster.cli.servers import ServerChoice, choose, no_match_error, table
+from headrace_cluster.cli.servers import ServerChoice, choose, no_match_error
 from headrace_cluster.errors import RayStartError, ServerChoiceError
 from headrace_cluster.launch.banner import banner
 from headrace_cluster.launch.serve import Serve
@@ -100,19 +100,8 @@ def test_all_criteria_must_match() -> None:
 def test_several_are_listed(choice: ServerChoice, servers: list[ServeState], words: str) -> None:
     with pytest.raises(ServerChoiceError) as raised:
         choose(choice, servers)
-    sentence, *lines = str(raised.value).splitlines()
-    assert words in sentence and "--port" in sentence
-    assert lines == table(servers).splitlines() and len(lines) == 3
-
-
-def test_the_table() -> None:
-    known = {"since": 1_800_000_000}
-    shown = table([_server(8000, **known), _server(0, pid=77, starting=True, grpc_address="", metrics=(), **known)])
-    head, first, second = (line.split() for line in shown.splitlines())
-    assert head == ["NAME", "MODELS", "HTTP", "GRPC", "ADMIN", "PROCESS", "SINCE"]
-    assert first[:6] == ["headrace", "smollm2", "8000", "8001", "8002", "80000"] and len(first) == 8
-    assert second[2:6] == ["-", "-", "2", "77"] and second[-1] == "(starting)"
-    assert all(len(line) <= 80 for line in shown.splitlines())
+    assert words in str(raised.value) and "--port" in str(raised.value)
+    assert str(raised.value).count("HTTP") == 2
 
 
 def test_a_choice_without_a_match_lists_running_servers() -> None:
@@ -230,7 +219,7 @@ def test_several_and_no_choice_lists_them(start_server: Callable[..., FakeServe]
     for command in (("stop",), ("status", "--json"), ("role", "m-0", "both"), ("profile",), ("chat", "--once", "x")):
         done = _run(*command)
         assert (done.returncode, done.stdout) == (2, ""), command
-        assert "2 servers run" in done.stderr and " 20000 " in done.stderr and " 21000 " in done.stderr
+        assert "2 servers run" in done.stderr and "HTTP 20000" in done.stderr and "HTTP 21000" in done.stderr
     assert first.alive and second.alive and first.admin.requests == second.admin.requests == []
     assert _run("status", "blue").returncode == 0
     assert _run("status", HEADRACE_PORT="20000").returncode == 0
@@ -242,7 +231,7 @@ def test_several_and_no_choice_lists_them(start_server: Callable[..., FakeServe]
 def test_the_only_one_is_stopped_whatever_its_ports(start_server: Callable[..., FakeServe]) -> None:
     server = start_server()
     assert _run("status").returncode == 0
-    assert json.loads(_run("status", "20001", "--json").stdout) == STATUS | {"sockets": []}
+    assert json.loads(_run("status", "20001", "--json").stdout) == STATUS
     done = _run("stop")
     assert (done.returncode, done.stderr) == (0, "headrace: stopped\n")
     assert server.process.wait(5) == -signal.SIGTERM
@@ -264,7 +253,7 @@ def test_client_commands_run_with_the_extra_router_alone(start_server: Callable[
     command = [sys.executable, "-c", _ROUTER_EXTRA, "status", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    assert json.loads(done.stdout) == STATUS, "sockets need psutil"
+    assert json.loads(done.stdout) == STATUS
 
 
 def test_a_flag_comes_before_the_environment(start_server: Callable[..., FakeServe]) -> None:

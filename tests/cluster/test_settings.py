@@ -1,37 +1,17 @@
 """Flag > environment > file > default, and what is not a setting."""
 
 import inspect
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import BaseModel, Field
 
 from headrace_cluster.cli import starting
 from headrace_cluster.errors import SpecError
-from headrace_cluster.spec import settings
-from headrace_cluster.spec.flag import Setting, settings_of
-from headrace_cluster.spec.settings import OTHER_VARIABLES, SETTINGS, build_spec, from_environment, unknown_variables
-from headrace_proto.flag import flag
+from headrace_cluster.spec.flag import Setting
+from headrace_cluster.spec.settings import SETTINGS, build_spec, from_environment
 from headrace_proto.private_file import PrivateFileError
-
-ROOT = Path(__file__).parents[2]
-PACKAGES = ("proto", "kernels", "worker", "router", "cluster")
-KUBERNETES = {
-    "HEADRACE_PORT": "tcp://10.0.0.7:8000",
-    "HEADRACE_GRPC_PORT": "tcp://10.0.0.7:8001",
-    "HEADRACE_SERVICE_HOST": "10.0.0.7",
-    "HEADRACE_SERVICE_PORT": "8000",
-    "HEADRACE_SERVICE_PORT_HTTP": "8000",
-    "HEADRACE_PORT_8000_TCP": "tcp://10.0.0.7:8000",
-    "HEADRACE_PORT_8000_TCP_ADDR": "10.0.0.7",
-    "HEADRACE_PORT_8000_TCP_PORT": "8000",
-    "HEADRACE_PORT_8000_TCP_PROTO": "tcp",
-    "HEADRACE_ROUTER_SERVICE_HOST": "10.0.0.8",
-    "HEADRACE_ROUTER_PORT": "tcp://10.0.0.8:8000",
-}
 
 
 def _file(tmp_path: Path, text: str) -> Path:
@@ -94,45 +74,9 @@ def test_every_option_reaches_the_spec_from_flag_and_environment() -> None:
         assert by_flag == build_spec(rest, environ={option.variable: value}), option.name
 
 
-def test_variables_of_kubernetes_are_no_settings() -> None:
-    assert from_environment(KUBERNETES) == {}
-    assert unknown_variables(KUBERNETES) == []
-    assert build_spec({}, environ=KUBERNETES) == build_spec({}, environ={})
-
-
-def test_other_and_empty_variables_are_ignored() -> None:
-    environ = {"HEADRACE_TORCH": "skip", "HEADRACE_HOME": "/x", "HEADRACE_PORT": "  ", "PATH": "/bin"}
+def test_variables_that_are_empty_or_of_kubernetes_are_no_settings() -> None:
+    environ = {"HEADRACE_PORT": "tcp://10.0.0.7:8000", "HEADRACE_GRPC_PORT": "  ", "HEADRACE_HOME": "/x"}
     assert from_environment(environ) == {}
-    assert unknown_variables(environ) == []
-
-
-def variables_in_the_code() -> set[str]:
-    """Every HEADRACE_ variable that the packages, apart from the list itself, or ./headrace name."""
-    sources = [path for name in PACKAGES for path in (ROOT / name).rglob("*.py") if path != Path(settings.__file__)]
-    names = (re.findall(r"HEADRACE_[A-Z_]*[A-Z]", path.read_text()) for path in (*sources, ROOT / "headrace"))
-    return set[str]().union(*names)
-
-
-def test_every_variable_in_the_code_is_known() -> None:
-    named = variables_in_the_code()
-    assert {"HEADRACE_TRITON", "HEADRACE_CPU_KERNELS", "HEADRACE_VENV"} <= named
-    assert unknown_variables(dict.fromkeys(named, "on")) == []
-
-
-def test_every_known_variable_is_used() -> None:
-    read_here = {"HEADRACE_CONFIG", "HEADRACE_API_KEYS", "HEADRACE_METRICS_KEY"}
-    assert not OTHER_VARIABLES - variables_in_the_code() - read_here
-
-
-def test_a_typo_is_reported_with_the_closest_name() -> None:
-    assert unknown_variables({"HEADRACE_REPLICSA": "2"}) == [
-        "the environment variable HEADRACE_REPLICSA sets nothing (did you mean HEADRACE_REPLICAS?)"
-    ]
-
-
-def test_a_wrong_variable_is_a_spec_error() -> None:
-    with pytest.raises(SpecError, match="HEADRACE_REPLICAS: "):
-        build_spec({}, environ={"HEADRACE_REPLICAS": "many"})
 
 
 def test_model_flags_need_one_model(tmp_path: Path) -> None:
@@ -152,9 +96,8 @@ def test_keys_from_the_environment() -> None:
     [
         ("port: 8000", "unknown key 'port'"),
         ("- a", "keys and values"),
-        ("a: [", "not YAML"),
+        ("models:\n  a: b: c\n", "not YAML: mapping values are not allowed here .* line 2, column 7"),
         ("routers: 5", "routers"),
-        ("models: {}", "models"),
         ("routers: {port: 1, port: 2}", "is given twice"),
         ("x: !!python/object/apply:os.getpid []", "not YAML"),
     ],
@@ -189,11 +132,9 @@ def test_the_file_may_be_set_by_the_environment(tmp_path: Path) -> None:
     ("flags", "environ", "sentence"),
     [
         ({"kv_cache_memory": "5XB"}, {}, "--kv-cache-memory: write an amount of memory like 2GiB, 512MiB or "),
-        ({"replicas": 0}, {"HEADRACE_REPLICAS": "3"}, "--replicas: it must be at least 1, not 0"),
-        ({}, {"HEADRACE_REPLICAS": "0"}, "HEADRACE_REPLICAS: it must be at least 1"),
-        ({"port": 70000}, {}, "--port: it must be at most 65535"),
-        ({}, {"HEADRACE_TP": "x"}, "HEADRACE_TP: it must be a whole number, not 'x'"),
-        ({"defaults": '{"top_p": 0}'}, {}, "--defaults: top_p: it must be above 0"),
+        ({"replicas": 0}, {"HEADRACE_REPLICAS": "3"}, "--replicas: Input should be greater than or equal to 1, not 0"),
+        ({}, {"HEADRACE_REPLICAS": "0"}, "HEADRACE_REPLICAS: Input should be greater than or equal to 1"),
+        ({"defaults": '{"top_p": 0}'}, {}, "--defaults: top_p: Input should be greater than 0"),
     ],
 )
 def test_an_error_has_the_flag_or_variable_that_was_used(flags: Any, environ: dict[str, str], sentence: str) -> None:
@@ -201,15 +142,6 @@ def test_an_error_has_the_flag_or_variable_that_was_used(flags: Any, environ: di
         build_spec(flags, None, environ)
     assert str(raised.value).startswith(sentence)
     assert str(raised.value).count("5XB") <= 1
-
-
-def test_an_invalid_yaml_file_is_reported_with_line_and_reason(tmp_path: Path) -> None:
-    path = tmp_path / "c.yaml"
-    path.write_text("models:\n  a: b: c\n")
-    with pytest.raises(SpecError) as raised:
-        build_spec({}, path, {})
-    problem = "line 2, column 7: mapping values are not allowed here; correct it there"
-    assert str(raised.value) == f"the config file {path} is not YAML: {problem}"
 
 
 def test_each_setting_has_its_flag_in_every_command_that_uses_it() -> None:
@@ -224,16 +156,7 @@ def test_each_setting_has_its_flag_in_every_command_that_uses_it() -> None:
 
 
 def test_help_shows_each_default_that_is_a_value_zero_included() -> None:
-    class Numbers(BaseModel):
-        nice: int = Field(default=0, json_schema_extra=flag("--nice", help="of the ranks"))
-        verbose: bool = Field(default=False, json_schema_extra=flag("--verbose", help="more lines"))
-        folder: str = Field(default="", json_schema_extra=flag("--folder", help="of profiles"))
-
-    assert [setting.help for setting in settings_of(Numbers)] == [
-        "of the ranks [default: 0]",
-        "more lines",
-        "of profiles",
-    ]
-    assert next(setting for setting in SETTINGS if setting.flag == "--control-port").help.endswith(
-        "[default: 8004; with `serve` any]"
-    )
+    helps = {setting.flag: setting.help for setting in SETTINGS}
+    assert "[default:" not in helps["--verbose"] + helps["--profile"]
+    assert helps["--control-port"].endswith("[default: 8004; with `serve` any]")
+    assert helps["--cpu-share"].endswith("[default: 0.05]")

@@ -62,7 +62,7 @@ def test_models_are_read_again_with_the_flags_of_the_start(mounted: Mounted) -> 
     ("text", "words"),
     [
         ("models: [", "is not YAML"),
-        ("models: [{source: smollm2, replicsa: 3}]", "did you mean replicas"),
+        ("models: [{source: smollm2, replicsa: 3}]", "unknown key 'models[0].replicsa'"),
         ("models: [{source: nowhere}]", "there is no such model"),
         ("cluster: another", "another cluster, 'another'"),
     ],

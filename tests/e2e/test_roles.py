@@ -177,7 +177,7 @@ def test_a_rollout_under_load_fails_no_stream(
         port = ("--admin-port", str(pools.admin_port))
         done = pools.run("rollout", "smollm2-1", "smollm2-2", "--seconds", "0", *port, seconds=240)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.splitlines()[-1] == "headrace: smollm2: 2 of 2 rolled"
+    assert done.stderr.splitlines()[-1] == "headrace: 2 of 2 rolled"
     after = {name: entry["generation"] for name, entry in _status(pools).items()}
     assert [after[name] - before[name] for name in before] == [0, 1, 1]
     _same(outcomes, undisturbed, bodies)

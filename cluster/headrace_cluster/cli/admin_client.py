@@ -6,7 +6,6 @@ import os
 import ssl
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,40 +33,54 @@ class AdminClient:
     def __init__(self, choice: ServerChoice) -> None:
         """Raises NotRunningError when no server matches, ServerChoiceError when several do, SpecError without a key."""
         self.state = None if choice.url else choose(choice, state.running())
-        key = os.environ.get("HEADRACE_ADMIN_KEY", "")
+        self._key = os.environ.get("HEADRACE_ADMIN_KEY", "")
+        # A context per call: a long command may outlast a certificate.
+        ca = os.environ.get("HEADRACE_CA", "")
+        verified = partial(trusted, Path(ca) if ca else None)
+        self._tls: Callable[[], ssl.SSLContext | None] = lambda: None
         if choice.url:
-            self._address = _remote_address(choice.url, _key_in_file() or key)
+            is_https, self._host, self._port = _parts(choice.url)
+            self._key = _key_in_file() or self._key
+            if not self._key:
+                raise SpecError(
+                    f"the admin API at {choice.url} needs its key: --admin-key-file FILE before the command"
+                )
+            self._tls = verified if is_https else self._tls
         elif self.state is not None:
-            self._address = _admin_address(self.state, key)
-        elif key and (choice.admin_port is not None or not choice.given):  # of another user, or forwarded to here
-            port = choice.admin_port or DEFAULT_ADMIN_PORT
-            self._address = AdminAddress("127.0.0.1", port, key, _ca_context if _ca() else lambda: None)
+            self._host, self._port = split_address(self.state.admin_url)
+            self._key = self._key or self.state.admin_key
+            self._tls = partial(tls_of, self.state)
+        elif self._key and (choice.admin_port is not None or not choice.given):  # of another user, or forwarded to here
+            self._host, self._port = "127.0.0.1", choice.admin_port or DEFAULT_ADMIN_PORT
+            self._tls = verified if ca else self._tls
         else:
             raise no_match_error(choice, state.running())
-        self._url = choice.url
-
-    def command(self, words: str) -> str:
-        """The text of another command for the same server."""
-        if self._url:
-            key_file = os.environ.get("HEADRACE_SERVER_KEY_FILE", "FILE")
-            return f"{program_name()} --cluster {self._url} --admin-key-file {key_file} {words}"
-        return f"{program_name()} {words} --admin-port {self._address.port}"
 
     def call(
         self, method: str, path: str, body: dict[str, Any] | None = None, timeout: float = TIMEOUT_SECONDS
     ) -> dict[str, Any]:
-        """The answer's document. Raises NotRunningError, ServerError."""
+        """The answer's document. Raises NotRunningError, ServerError, CertificateError."""
         if self.state is not None and self.state.starting:
             raise starting_error(self.state)
+        connection = open_connection(self._host, self._port, timeout, self._tls())
         try:
-            return self._address.call(method, path, body, timeout)
-        except NotRunningError as error:
-            if self.state is None or not self.state.process.alive:
-                raise
-            raise NotRunningError(
-                f"the controller of {describe(self.state)} does not answer: it is started again, or the server stops; "
-                "try again in a few seconds"
-            ) from error
+            sent = json.dumps(body) if body is not None else None
+            connection.request(method, path, sent, {"Authorization": f"Bearer {self._key}"})
+            response = connection.getresponse()
+            if response.status not in (200, 202):
+                raise ServerError(error_sentence(response))
+            document: dict[str, Any] = json.load(response)
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            address = host_port(self._host, self._port)
+            if failed := tls_failure(address, error):
+                raise failed from error
+            sentence = f"no server answers at {address}, the admin API; start one with: {program_name()} serve"
+            if self.state is not None and self.state.process.alive:
+                sentence = f"the controller of {describe(self.state)} does not answer; try again in a few seconds"
+            raise NotRunningError(sentence) from error
+        finally:
+            connection.close()
+        return document
 
     def await_status(self) -> dict[str, Any]:
         """The document of GET /status; from the next controller if this one was lost.
@@ -86,41 +99,20 @@ class AdminClient:
                     deadline = time.monotonic() + RESTART_SECONDS
                     show_message("the controller does not answer; waiting for it, or for the next one")
                 if time.monotonic() >= deadline:
-                    logs = f"`{program_name()} logs controller`"
-                    raise ServerError(
-                        f"the controller has not answered for {RESTART_SECONDS:g} s; see {logs}"
-                    ) from error
+                    sentence = f"the controller has not answered for {RESTART_SECONDS:g} s"
+                    raise ServerError(f"{sentence}; see `{program_name()} logs controller`") from error
             time.sleep(RETRY_SECONDS)
 
 
-@dataclass(frozen=True, slots=True)
-class AdminAddress:
-    """Address and key of an admin API."""
-
-    host: str
-    port: int
-    key: str
-    tls: Callable[[], ssl.SSLContext | None]  # per call: a long command may outlast a certificate
-
-    def call(self, method: str, path: str, body: dict[str, Any] | None, timeout: float) -> dict[str, Any]:
-        connection = open_connection(self.host, self.port, timeout, self.tls())
-        try:
-            sent = json.dumps(body) if body is not None else None
-            connection.request(method, path, sent, {"Authorization": f"Bearer {self.key}"})
-            response = connection.getresponse()
-            if response.status not in (200, 202):
-                raise ServerError(error_sentence(response))
-            document: dict[str, Any] = json.load(response)
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            if failed := tls_failure(host_port(self.host, self.port), error):
-                raise failed from error
-            raise NotRunningError(
-                f"no server answers at {host_port(self.host, self.port)}, the admin API; start one with: "
-                f"{program_name()} serve"
-            ) from error
-        finally:
-            connection.close()
-        return document
+def _parts(url: str) -> tuple[bool, str, int]:
+    """Whether it is https, host and port. Raises SpecError."""
+    parts = urlsplit(url)
+    try:
+        if parts.hostname and not parts.path.strip("/") and not parts.query:
+            return parts.scheme == "https", parts.hostname, parts.port or DEFAULT_ADMIN_PORT
+    except ValueError:  # the port is no number
+        pass
+    raise SpecError(f"--cluster must be like https://HOST:{DEFAULT_ADMIN_PORT}, not '{url}'")
 
 
 def _key_in_file() -> str:
@@ -133,34 +125,6 @@ def _key_in_file() -> str:
     except OSError as error:
         raise SpecError(f"the admin key file {file} cannot be read: {error.strerror}") from error
     return lines[0] if lines else ""
-
-
-def _remote_address(url: str, key: str) -> "AdminAddress":
-    """Raises SpecError."""
-    parts = urlsplit(url)
-    try:
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        host, port = None, None
-    if not host or parts.path.strip("/") or parts.query:
-        raise SpecError(f"--cluster must be like https://HOST:{DEFAULT_ADMIN_PORT}, not '{url}'")
-    if not key:
-        raise SpecError(f"the admin API at {url} needs its key: --admin-key-file FILE before the command")
-    return AdminAddress(host, port or DEFAULT_ADMIN_PORT, key, _ca_context if parts.scheme == "https" else lambda: None)
-
-
-def _ca() -> Path | None:
-    given = os.environ.get("HEADRACE_CA", "")
-    return Path(given) if given else None
-
-
-def _ca_context() -> ssl.SSLContext:
-    """Certificates of the authorities in HEADRACE_CA, by default those of this machine. Raises CertificateError."""
-    return trusted(_ca())
-
-
-def _admin_address(server: ServeState, key: str = "") -> AdminAddress:
-    return AdminAddress(*split_address(server.admin_url), key or server.admin_key, partial(tls_of, server))
 
 
 def starting_error(server: ServeState) -> NotRunningError:

@@ -29,8 +29,7 @@ from headrace_proto.address import host_port, split_address
 DEFAULT_PORT = 8000
 TIMEOUT_SECONDS = 5.0
 STREAM_SECONDS = 120.0  # without data; the server sends a comment every 15 s
-_NO_KEY = "this server needs an API key: pass --api-key KEY or set HEADRACE_API_KEY"
-_WRONG_KEY = "the API key is not valid; pass another with --api-key KEY or HEADRACE_API_KEY"
+_NO_KEY = "the server needs an API key, and got none that is valid: pass --api-key KEY or set HEADRACE_API_KEY"
 _NOT_THE_API = "the answer is not one of the OpenAI API; is this the right port?"
 
 
@@ -76,12 +75,13 @@ class ApiClient:
         Raises AnswerCutError when the connection ends before the answer does.
         """
         with self._request("POST", "/v1/chat/completions", body | {"stream": True}, STREAM_SECONDS) as response:
-            for line in _lines(response):
-                data = line.decode("utf-8", "replace").strip()
-                if data == "data: [DONE]":
-                    return
-                if data.startswith("data:"):
-                    yield _delta(data.removeprefix("data:"))
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                while line := response.readline():
+                    data = line.decode("utf-8", "replace").strip()
+                    if data == "data: [DONE]":
+                        return
+                    if data.startswith("data:"):
+                        yield _delta(data.removeprefix("data:"))
             raise AnswerCutError("the server closed the connection before the answer was complete")
 
     @contextlib.contextmanager
@@ -99,21 +99,20 @@ class ApiClient:
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                     connection.request(method, path, json.dumps(body) if body is not None else None, headers)
                 response = connection.getresponse()
-            except TimeoutError as error:
-                address = host_port(self._host, self._port)
-                raise NotRunningError(f"the server at {address} sent nothing for {timeout:g} s") from error
             except (OSError, OverflowError, UnicodeError, http.client.HTTPException) as error:
                 address = host_port(self._host, self._port)
+                if isinstance(error, TimeoutError):
+                    raise NotRunningError(f"the server at {address} sent nothing for {timeout:g} s") from error
                 failed = tls_failure(address, error) or handshake_closed(address, error)
                 if self._tls is not None and failed is not None:
                     raise failed from error
                 raise NotRunningError(
-                    f"no server answers at {address}; start one with: {_serve(self._port)}"
+                    f"no server answers at {address}; start one with: {program_name()} serve"
                     + running_servers(state.running())
                 ) from error
             with response:
                 if response.status == http.client.UNAUTHORIZED:
-                    raise ServerError(_WRONG_KEY if self._headers else _NO_KEY)
+                    raise ServerError(_NO_KEY)
                 if response.status != 200:
                     raise ServerError(error_sentence(response))
                 yield response
@@ -153,20 +152,6 @@ def api_client(
     return ApiClient(name.rstrip("/"), choice.port or DEFAULT_PORT, api_key, tls)
 
 
-def _lines(response: http.client.HTTPResponse) -> Iterator[bytes]:
-    """Lines of a stream until it ends or the connection breaks."""
-    while True:
-        try:
-            line = response.readline()
-        except TimeoutError as error:
-            raise AnswerCutError(f"the server sent nothing for {STREAM_SECONDS:g} s") from error
-        except (OSError, http.client.HTTPException):
-            return
-        if not line:
-            return
-        yield line
-
-
 def _delta(data: str) -> ChatDelta:
     try:
         event = json.loads(data)
@@ -185,7 +170,3 @@ def _delta(data: str) -> ChatDelta:
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ServerError(_NOT_THE_API) from error
-
-
-def _serve(port: int) -> str:
-    return f"{program_name()} serve" + (f" --port {port}" if port != DEFAULT_PORT else "")

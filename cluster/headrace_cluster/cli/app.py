@@ -1,4 +1,4 @@
-"""All commands in one application. Each is a function in one of these modules; its work has a module of its own."""
+"""All commands in one application. Each is a function in one of these modules."""
 
 import os
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from headrace_cluster.cli import operating, project, starting
+from headrace_cluster.cli import chat, logs, project, replicas, starting, status, stop
 from headrace_cluster.simulator import cli as simulating
 
 app = typer.Typer(
@@ -18,10 +18,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.add_typer(starting.app)
-app.add_typer(operating.app)
-app.add_typer(simulating.app)
-app.add_typer(project.app)
+for module in (starting, chat, status, logs, replicas, stop, simulating, project):
+    app.add_typer(module.app)
 
 
 def _print_version(requested: bool) -> None:
@@ -36,7 +34,8 @@ def _options(
         bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
     ] = False,
     cluster: Annotated[
-        str | None, typer.Option("--cluster", metavar="URL", help="Of the admin API of a cluster elsewhere.")
+        str | None,
+        typer.Option("--cluster", metavar="URL", help="Of the admin API of a cluster elsewhere."),
     ] = None,
     admin_key_file: Annotated[Path | None, typer.Option("--admin-key-file", help="File with its key.")] = None,
 ) -> None:

@@ -8,8 +8,11 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Annotated, BinaryIO
 
+import typer
+
+from headrace_cluster.cli import options as o
 from headrace_cluster.cli.servers import ServerChoice, choose
 from headrace_cluster.errors import NotRunningError
 from headrace_cluster.launch.display import show_message
@@ -20,72 +23,62 @@ from headrace_cluster.program import program_name
 from headrace_proto.log_file import previous
 
 POLL_SECONDS = 0.25  # of files with --follow
-LISTED_RUNS = 5  # at most, when none matches
+
+app = typer.Typer(rich_markup_mode=None)
 
 # The first line of a record begins with its date, or with '{"timestamp": "' before it. Other lines continue a record.
 _BEGIN = re.compile(r'(?:\{"timestamp": ")?(\d{4}-\d\d-\d\d[ T][\d:.]+)')
 
 
-def find_run(choice: ServerChoice, part: str | None = None) -> Path:
+@app.command()
+@o.takes_server()
+def logs(
+    choice: ServerChoice,
+    part: Annotated[
+        str | None,
+        typer.Argument(metavar="[REPLICA]", help="Or router, controller, serve. [default: all, merged by time]"),
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what comes, until Ctrl-C.")] = False,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Records to begin with.")] = 100,
+    path: Annotated[bool, typer.Option("--path", help="Print the folder of the files, and exit.")] = False,
+) -> None:
+    """Show what the processes of a server log, or logged in its last run."""
+    run = find_run(choice)
+    if path:
+        print(run)
+    else:
+        print_logs(run, part, lines, follow=follow)
+
+
+def find_run(choice: ServerChoice) -> Path:
     """The folder of the running server that matches by any name or port, else of the last run that does.
 
-    With a part ('serve', 'router', a replica), runs that have it are preferred. Raises NotRunningError, and
-    ServerChoiceError when several running servers match.
+    Raises NotRunningError, and ServerChoiceError when several running servers match.
     """
-    entries = [entry for entry in state.running() if entry.log_folder]
-    if part is not None and not choice.given:
-        entries = [entry for entry in entries if entry.starting or _files(Path(entry.log_folder), part)]
-    server = choose(choice, entries)
-    if server is not None:
+    server = choose(choice, state.running())
+    if server is not None and server.log_folder:
         return Path(server.log_folder)
-    without = [entry for entry in state.running() if not (entry.log_folder or entry.starting) and choice.matches(entry)]
-    if without:
-        raise NotRunningError(
-            f"{describe(without[0])} keeps no log files (logs.files: off): see its stderr, and Ray's logs for its ranks"
-        )
-    kept = runs()
-    matching = [run for run in kept if _matches(run, choice)]
-    if not matching:
-        raise NotRunningError(_no_match(choice, kept))
-    with_part = [run for run in matching if part is None or _files(run, part)]
-    return (with_part or matching)[-1]
-
-
-def _matches(run: Path, choice: ServerChoice) -> bool:
-    server = server_of(run)
-    return choice.matches(server) if server is not None else not choice.given
-
-
-def _no_match(choice: ServerChoice, kept: list[Path]) -> str:
-    if not kept:
-        return f"there are no logs; they come with the first `{program_name()} serve`"
-    listed = "; ".join(_describe(run) for run in reversed(kept[-LISTED_RUNS:]))
-    return f"there are no logs of a server with {choice.given}; the newest runs with logs: {listed}"
-
-
-def _describe(run: Path) -> str:
-    """'headrace (smollm2, HTTP 8000, admin 8002, process 4711), 20261122T020000Z'."""
-    server = server_of(run)
-    return f"{describe(server)}, {run.name.rpartition('-')[2]}" if server is not None else run.name
-
-
-def log_files(run: Path, part: str | None) -> list[Path]:
-    """The files of one part ('serve', 'router', a replica), or of all; fewer during a start.
-
-    Raises NotRunningError when the part has no file.
-    """
-    found = _files(run, part)
-    if not found and part is not None:
-        names = ", ".join(dict.fromkeys(_part(file) for file in _files(run, None))) or "none yet"
-        raise NotRunningError(f"{run} has no log of {part!r}; it has: {names}")
-    return found
+    if server is not None and not server.starting:
+        raise NotRunningError(f"{describe(server)} has no log files (logs.files: off): see its stderr, and Ray's logs")
+    for run in reversed(runs()):
+        of = server_of(run)
+        if choice.matches(of) if of is not None else not choice.given:
+            return run
+    given = f" of a server with {choice.given}" if choice.given else ""
+    raise NotRunningError(f"there are no logs{given}; each `{program_name()} serve` writes some")
 
 
 def print_logs(run: Path, part: str | None, lines: int, *, follow: bool) -> None:
-    """Prints the last `lines` records; with `follow`, each new one while the server runs. Ctrl-C ends it."""
+    """Prints the last `lines` records; with `follow`, each new one while the server runs. Ctrl-C ends it.
+
+    part: 'serve', 'router', a replica; none = all. Raises NotRunningError when it has no file.
+    """
     out = sys.stdout
     try:
-        tails = {file: _Tail(file) for file in log_files(run, part)}
+        tails = {file: _Tail(file) for file in _files(run, part)}
+        if part is not None and not tails:
+            names = ", ".join(dict.fromkeys(_part(file) for file in _files(run, None))) or "none yet"
+            raise NotRunningError(f"{run} has no log of {part!r}; it has: {names}")
         out.writelines(deque(merged([tail.read_all() for tail in tails.values()]), lines))
         out.flush()
         while follow:
@@ -148,7 +141,7 @@ class _Tail:
     def read_new(self) -> str:
         """Whole lines since the last call."""
         data = self._rest + self._file.read()
-        if self._path.exists() and self._path.stat().st_ino != _inode(self._file):
+        if self._path.exists() and self._path.stat().st_ino != os.fstat(self._file.fileno()).st_ino:
             data += self._file.read()  # written before the rotation
             self._file.close()
             self._file = self._path.open("rb")
@@ -156,7 +149,3 @@ class _Tail:
         end = data.rfind(b"\n") + 1
         self._rest = data[end:]
         return data[:end].decode("utf-8", "replace")
-
-
-def _inode(file: BinaryIO) -> int:
-    return os.fstat(file.fileno()).st_ino

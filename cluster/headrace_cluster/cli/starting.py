@@ -1,5 +1,6 @@
 """The commands that start a server, a controller or a router, and those that show the spec."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -7,6 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from headrace_cluster.cli import options as o
+from headrace_cluster.launch.display import use_log_format
+from headrace_cluster.spec.cluster_spec import ClusterSpec
+from headrace_cluster.spec.settings import build_spec, config_file
 
 CONTROL_PORT = 8004
 
@@ -15,21 +19,12 @@ config_app = typer.Typer(help="The cluster spec.", no_args_is_help=True, rich_ma
 app.add_typer(config_app, name="config")
 
 
-def _spec(given: dict[str, Any], config: Path | None) -> Any:
-    import os
-
-    from headrace_cluster.launch.display import show_message, use_log_format
-    from headrace_cluster.spec.settings import build_spec
-
-    requested = given.get("log_format") or os.environ.get("HEADRACE_LOG_FORMAT", "").strip()
-    if requested == "json":  # errors in the spec are then JSON lines on stderr, too
-        use_log_format("json")
-    warnings: list[str] = []  # shown once the format of the lines is known
-    spec = build_spec(given, config, warn=warnings.append)
+def _spec(given: dict[str, Any], config: Path | None) -> ClusterSpec:
+    if given.get("log_format") == "json" or os.environ.get("HEADRACE_LOG_FORMAT", "").strip() == "json":
+        use_log_format("json")  # errors in the spec are then JSON lines on stderr, too
+    spec = build_spec(given, config)
     if spec.logs.format == "json":
         use_log_format("json")
-    for sentence in warnings:
-        show_message(sentence, "warning")
     return spec
 
 
@@ -45,7 +40,7 @@ def serve(given: dict[str, Any], config: o.Config = None) -> None:
     raise typer.Exit(Serve(_spec(given, config)).run())
 
 
-def _joined(spec: Any) -> Any:
+def _joined(spec: ClusterSpec) -> ClusterSpec:
     """As `headrace controller` uses it."""
     ray, control = spec.ray, spec.control
     if ray.address is None:
@@ -69,7 +64,6 @@ def controller(
     if config_stdin:
         return run_from_stdin(parent)
     from headrace_cluster.controller.spec_file import SpecFile, digest
-    from headrace_cluster.spec.settings import build_spec, config_file
 
     path = config_file(config)
     content = digest(path) if path is not None else b""  # before it is read

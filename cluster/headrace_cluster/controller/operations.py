@@ -18,7 +18,7 @@ from headrace_cluster.core.words import Changed, RoleWord, Roll, Words
 from headrace_cluster.errors import ChangeError, DrainError, ProfileError, RoleError
 from headrace_cluster.program import program_name
 from headrace_cluster.spec.cluster_spec import ClusterSpec, parse_spec
-from headrace_cluster.spec.plain_words import plain
+from headrace_cluster.spec.section import reason
 from headrace_proto.errors import HeadraceError
 from headrace_proto.role import UnknownRoleError, parse_role
 from headrace_worker.profiling.report import DEFAULT_SECONDS, DEFAULT_STEPS
@@ -262,7 +262,7 @@ class Operators:
         except ValidationError as error:
             entry = error.errors(include_url=False)[0]
             place = ".".join(map(str, entry["loc"]))
-            raise ChangeError(f"{place}: {plain(entry['msg'])}".removeprefix(": ")) from error
+            raise ChangeError(f"{place}: {reason(entry)}".removeprefix(": ")) from error
         return differences(self._loop.effective.models, new.models)
 
     def _check_model(self, name: str | None) -> None:

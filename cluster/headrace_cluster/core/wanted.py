@@ -11,7 +11,7 @@ from headrace_cluster.core.naming import replica_id
 from headrace_cluster.core.words import Words
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_cluster.spec.model_spec import ModelSpec
-from headrace_cluster.spec.plain_words import plain
+from headrace_cluster.spec.section import reason
 from headrace_proto.role import Role
 
 Digest = Callable[[str, ModelSpec, int], bytes]  # of a replica id, its model and the number of its last roll
@@ -45,7 +45,7 @@ def usable_spec(spec: ClusterSpec, words: Words) -> tuple[ClusterSpec, list[str]
     problems: list[str] = []
 
     def refuse(what: str, error: ValidationError) -> None:
-        why = plain(str(error.errors(include_url=False)[0]["msg"]))
+        why = reason(error.errors(include_url=False)[0])
         problems.append(f"{what} is not used, since it does not fit to the spec any more: {why}")
 
     try:

@@ -1,15 +1,13 @@
 """The cluster spec: one model behind the flags of `headrace serve`, a YAML file and the Helm chart."""
 
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
-from typing import Any, Self, get_args
+from typing import Any, Self
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from headrace_cluster.errors import SpecError
 from headrace_cluster.program import program_name
 from headrace_cluster.spec.model_spec import ModelSpec
-from headrace_cluster.spec.plain_words import EXAMPLES, plain
 from headrace_cluster.spec.process_specs import (
     AdminSpec,
     ControlSpec,
@@ -19,7 +17,7 @@ from headrace_cluster.spec.process_specs import (
     RaySpec,
     RoutersSpec,
 )
-from headrace_cluster.spec.section import Section
+from headrace_cluster.spec.section import Section, reason
 from headrace_proto.flag import flag
 from headrace_router.access.auth import AuthConfig
 from headrace_router.access.tls_config import TlsConfig
@@ -78,16 +76,15 @@ class ClusterSpec(Section):
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(f"each model needs a name of its own, but '{twice[0]}' is given twice")
-        ports = {"routers.port": self.routers.port, "routers.grpc_port": self.routers.grpc_port}
-        ports |= {"admin.port": self.admin.port, "control.port": self.control.port or 0}
         own = self.metrics_ports
         if max(own, default=0) > 65535:
             raise ValueError(f"routers.metrics_port is {own[0]}, and {len(own)} routers need that many above it")
-        ports |= {f"routers.metrics_port + {n}" if n else "routers.metrics_port": port for n, port in enumerate(own)}
-        for field, port in ports.items():
-            same = [other for other, value in ports.items() if port and value == port and other != field]
-            if same:
-                raise ValueError(f"{field} and {same[0]} are both {port}: each needs a port of its own")
+        ports = [self.routers.port, self.routers.grpc_port, self.admin.port, self.control.port, *own]
+        same = sorted({port for port in ports if port and ports.count(port) > 1})
+        if same:
+            raise ValueError(
+                f"port {same[0]} is given twice: routers, metrics, admin and control need ports of their own"
+            )
         return self
 
 
@@ -108,40 +105,18 @@ def parse_spec(data: dict[str, Any], origins: Mapping[tuple[str | int, ...], str
 def _sentence(entry: Any, origins: Mapping[tuple[str | int, ...], str]) -> str:
     loc = entry["loc"]
     if entry["type"] == "extra_forbidden":
-        close = get_close_matches(str(loc[-1]), _keys_beside(loc), n=1)
-        meant = f"did you mean {close[0]}? " if close else ""
-        return f"unknown key '{_place(loc)}' ({meant}see `{program_name()} config schema`)"
-    message = plain(str(entry["msg"]))
+        return f"unknown key '{_place(loc)}' (see `{program_name()} config schema`)"
     if not loc:
-        return message
+        return reason(entry)
     length = next((length for length in range(len(loc), 0, -1) if loc[:length] in origins), 0)
     parts = [origins[loc[:length]]] if length else []
     parts += [_place(loc[length:])] if length < len(loc) else []
     # Keys and secrets must not appear in an error message.
     shown = "" if "auth" in loc or isinstance(entry["input"], dict | list) else f", not {entry['input']!r}"
-    is_written = not length and not isinstance(loc[-1], int) and entry["type"] != "value_error"
-    example = f"; write it like {loc[-1]}: {EXAMPLES[loc[-1]]}" if is_written and loc[-1] in EXAMPLES else ""
     hint = policy_hint(entry["input"]) if loc[-1] == "policy" and isinstance(entry["input"], str) else ""
-    return f"{': '.join(parts)}: {message}{shown}{example}{hint and f'; {hint}'}"
+    return f"{': '.join(parts)}: {reason(entry)}{shown}{hint and f'; {hint}'}"
 
 
 def _place(loc: Sequence[str | int]) -> str:
     """'models[0].replicas'."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
-
-
-def _keys_beside(loc: Sequence[str | int]) -> list[str]:
-    """The known keys at the place of an unknown one."""
-    model: type[BaseModel] | None = ClusterSpec
-    for part in loc[:-1]:
-        if isinstance(part, str) and model is not None:
-            field = model.model_fields.get(part)
-            model = _model_in(field.annotation) if field is not None else None
-    return [] if model is None else list(model.model_fields)
-
-
-def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """X of X, X | None and tuple[X, ...]."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next((found for part in get_args(annotation) if (found := _model_in(part)) is not None), None)

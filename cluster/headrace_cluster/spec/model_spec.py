@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
@@ -78,17 +78,8 @@ class DefaultsSpec(SamplingOptions):
     model_config = ConfigDict(frozen=True)
 
 
-class _PydanticOnly:
-    """Hides that a base class is a dataclass: `fields`, `asdict`, `replace` and msgspec raise TypeError."""
-
-    def __get__(self, instance: object, owner: type) -> NoReturn:
-        raise AttributeError(f"{owner.__name__} is a pydantic model: use model_dump or model_copy")
-
-
 class ModelSpec(Section, ReplicaSettings):  # type: ignore[misc]  # frozen by its config, which mypy does not read
     """One model and how its replicas are built. A value of none is chosen by the worker and shown at start."""
-
-    __dataclass_fields__: ClassVar[Any] = _PydanticOnly()  # the inherited value lacks the fields below
 
     name: str = Field(
         default="",

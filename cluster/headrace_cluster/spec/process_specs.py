@@ -19,25 +19,19 @@ class RoutersSpec(Section, RouterSettings):
     host: str = Field(
         default="127.0.0.1",
         min_length=1,
-        description="interface to listen on",
-        json_schema_extra=flag("--host", help="interface of the HTTP and gRPC API"),
+        description="interface of the HTTP and gRPC API",
+        json_schema_extra=flag("--host"),
     )
-    port: Port = Field(
-        default=8000,
-        description="HTTP; 0 = any free port",
-        json_schema_extra=flag("--port", help="HTTP port; 0 = any free one"),
-    )
+    port: Port = Field(default=8000, description="HTTP port; 0 = any free one", json_schema_extra=flag("--port"))
     grpc_port: Port = Field(
-        default=8001,
-        description="gRPC; 0 = any free port",
-        json_schema_extra=flag("--grpc-port", help="gRPC port; 0 = any free one"),
+        default=8001, description="gRPC port; 0 = any free one", json_schema_extra=flag("--grpc-port")
     )
     count: int = Field(
         default=1,
         ge=1,
         le=64,
         description="router processes that share the two ports; limits count in each",
-        json_schema_extra=flag("--routers", help="router processes that share --port and --grpc-port"),
+        json_schema_extra=flag("--routers"),
     )
     metrics_port: Port | None = Field(
         default=None,
@@ -72,20 +66,16 @@ class AdminSpec(Section):
     host: str = Field(
         default="127.0.0.1",
         min_length=1,
-        description="beyond loopback it needs key_file, and should have TLS",
-        json_schema_extra=flag(
-            "--admin-host", help="interface of the admin API; beyond loopback it needs --admin-key-file"
-        ),
+        description="interface of the admin API; beyond loopback it needs a key file, and should have TLS",
+        json_schema_extra=flag("--admin-host"),
     )
     port: Port = Field(
-        default=8002,
-        description="0 = any free port",
-        json_schema_extra=flag("--admin-port", help="port of the admin API; 0 = any free port"),
+        default=8002, description="port of the admin API; 0 = any free port", json_schema_extra=flag("--admin-port")
     )
     key_file: Path | None = Field(
         default=None,
-        description="a key for operators elsewhere: a line of 16 characters or more; a second line is valid, too",
-        json_schema_extra=flag("--admin-key-file", help="file with a key of the admin API, for commands elsewhere"),
+        description="file with a key for operators elsewhere: 16 characters or more; a second line is valid, too",
+        json_schema_extra=flag("--admin-key-file"),
     )
 
     @model_validator(mode="after")
@@ -101,8 +91,8 @@ class ControlSpec(Section):
     host: str | None = Field(
         default=None,
         min_length=1,
-        description="default: loopback, or the address of its node in a Ray that runs",
-        json_schema_extra=flag("--control-host", help="interface of the controller, for routers"),
+        description="interface of the controller, for routers; default: loopback, or its address in a Ray that runs",
+        json_schema_extra=flag("--control-host"),
     )
     port: Port | None = Field(
         default=None,
@@ -113,8 +103,8 @@ class ControlSpec(Section):
     )
     secret_file: Path | None = Field(
         default=None,
-        description="holds the cluster's secret: a line of 16 characters or more; a second line stays valid, too",
-        json_schema_extra=flag("--secret-file", help="file with the cluster's secret"),
+        description="file with the cluster's secret: 16 characters or more; a second line stays valid, too",
+        json_schema_extra=flag("--secret-file"),
     )
 
 
@@ -173,8 +163,8 @@ class LogsSpec(Section):
 
     format: LogFormat = Field(
         default="text",
-        description="of the files, and of every line on stderr",
-        json_schema_extra=flag("--log-format", help="format of the log files, and of lines on stderr"),
+        description="format of the log files, and of every line on stderr",
+        json_schema_extra=flag("--log-format"),
     )
     files: bool = Field(
         default=True,

@@ -58,8 +58,12 @@ class Section(BaseModel):
     def _own_first(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """`config show` prints names and addresses first, and the inherited settings of ranks or routers after them."""
         data = dump(self)
-        own = type(self).__annotations__
-        return {name: data[name] for name in sorted(data, key=lambda name: name not in own)}
+        return dict(sorted(data.items(), key=lambda entry: entry[0] not in type(self).__annotations__))
+
+
+def reason(entry: Any) -> str:
+    """The message of one error of pydantic."""
+    return str(entry["msg"]).removeprefix("Value error, ")
 
 
 def json_object(value: object, example: str) -> object:

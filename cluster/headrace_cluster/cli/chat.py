@@ -3,26 +3,78 @@
 import contextlib
 import json
 import os
-import signal
 import sys
-import termios
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Annotated, Any, TextIO
 
-from headrace_cluster.cli.api_client import ApiClient, ChatDelta
+import typer
+
+from headrace_cluster.cli import options as o
+from headrace_cluster.cli.api_client import ApiClient, ChatDelta, api_client
+from headrace_cluster.cli.servers import ServerChoice
 from headrace_cluster.program import program_name
+from headrace_cluster.spec.settings import from_environment
 from headrace_proto.errors import HeadraceError
 
 DIM, RED = "\x1b[2m", "\x1b[31m"
 # Control characters of an answer must not reach a terminal, which would interpret them.
 _CONTROLS = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
 
+app = typer.Typer(rich_markup_mode=None)
+
 
 class ChatError(HeadraceError):
     """A command, a setting or an input of a chat cannot be used."""
+
+
+@app.command()
+@o.takes_server()
+def chat(
+    choice: ServerChoice,
+    once: Annotated[str | None, typer.Option("--once", metavar="TEXT", help="Print one answer and exit.")] = None,
+    model: Annotated[str | None, typer.Option("--model", help="[default: the server's first]")] = None,
+    system: Annotated[str | None, typer.Option("--system", help="The system message.")] = None,
+    max_tokens: Annotated[int | None, typer.Option("--max-tokens", min=1)] = None,
+    temperature: Annotated[float | None, typer.Option("--temperature", min=0.0, max=2.0)] = None,
+    tools: Annotated[
+        Path | None, typer.Option("--tools", metavar="FILE", help="Tools that the model may call, as JSON.")
+    ] = None,
+    stats: Annotated[bool, typer.Option("--stats", help="Show speed and tokens of each answer, on stderr.")] = False,
+    host: Annotated[
+        str | None, typer.Option("--host", help="Of a server elsewhere, with --port; https://HOST with TLS.")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option("--api-key", envvar="HEADRACE_API_KEY", help="Key of the API, if it needs one.")
+    ] = None,
+    ca: Annotated[
+        Path | None,
+        typer.Option(
+            "--ca", envvar="HEADRACE_CA", help="Authorities that --host's certificate must be of (PEM); uses TLS."
+        ),
+    ] = None,
+    client_cert: Annotated[
+        Path | None,
+        typer.Option(
+            "--client-cert",
+            envvar="HEADRACE_CLIENT_CERT",
+            help="Certificate and key, if the server requires one (PEM).",
+        ),
+    ] = None,
+) -> None:
+    """Talk to a running server. A standard input that is not a terminal is one message: headrace chat < FILE."""
+    host = host or from_environment(os.environ).get("host")
+    client = api_client(choice, host, api_key, ca=ca, client_cert=client_cert)
+    given = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "tools": read_tools(tools) if tools else None,
+        "stream_options": {"include_usage": True} if stats else None,
+    }
+    fields = {name: value for name, value in given.items() if value is not None}
+    start_chat(Conversation(client, model or "", system, fields), once)
 
 
 @dataclass(slots=True)
@@ -223,24 +275,8 @@ def _set(argument: str, conversation: Conversation) -> str:
     return "\n".join(f"{key} is {values.get(key, 'default')}" for key in SETTINGS if not name or key == name)
 
 
-def start_chat(
-    client: ApiClient,
-    *,
-    once: str | None,
-    model: str | None,
-    system: str | None,
-    settings: dict[str, Any],
-    stats: bool,
-    tools: Path | None = None,
-) -> None:
-    """`once` or a standard input that is not a terminal is one message; else a conversation. Raises HeadraceError.
-
-    settings: fields of the requests; None = not given. tools: a file with the tools of the requests.
-    """
-    fields = {name: value for name, value in settings.items() if value is not None}
-    fields |= {"tools": _read_tools(tools)} if tools else {}
-    fields |= {"stream_options": {"include_usage": True}} if stats else {}
-    conversation = Conversation(client, model or "", system, fields)
+def start_chat(conversation: Conversation, once: str | None) -> None:
+    """`once` or a standard input that is not a terminal is one message; else a conversation. Raises HeadraceError."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # not every locale has an answer's characters
     if once is None and sys.stdin is not None and sys.stdin.isatty():
@@ -251,7 +287,7 @@ def start_chat(
         if once is None:
             return  # as in a script without a terminal
         raise ChatError("the message is empty: there is nothing to answer")
-    conversation.model = model or choose_model(None, client.models())
+    conversation.model = conversation.model or choose_model(None, conversation.client.models())
     conversation.ask(text)
 
 
@@ -278,24 +314,16 @@ def run_conversation(conversation: Conversation, read: Callable[[], str]) -> Non
 
 
 def _talk(conversation: Conversation) -> None:
-    from headrace_cluster.cli.chat_editor import make_editor, quiet_keyboard
+    from headrace_cluster.cli.chat_editor import make_editor
 
-    modes = termios.tcgetattr(sys.stdin)
-
-    def end(*_: object) -> None:
-        """At once: an exception may be lost in a callback of the line editor."""
-        termios.tcsetattr(sys.stdin, termios.TCSANOW, modes)
-        os._exit(128 + signal.SIGTERM)
-
-    signal.signal(signal.SIGTERM, end)
-    with quiet_keyboard():
-        models = conversation.client.models()
-        conversation.model = choose_model(conversation.model or None, models)
-        show(f"{conversation.model}: /help lists commands, Ctrl-C ends an answer, Ctrl-D leaves", DIM)
-        run_conversation(conversation, make_editor([*COMPLETIONS, *(f"/model {name}" for name in models)]).prompt)
+    models = conversation.client.models()
+    conversation.model = choose_model(conversation.model or None, models)
+    show(f"{conversation.model}: /help lists commands, Ctrl-C ends an answer, Ctrl-D leaves", DIM)
+    run_conversation(conversation, make_editor([*COMPLETIONS, *(f"/model {name}" for name in models)]).prompt)
 
 
-def _read_tools(path: Path) -> list[dict[str, Any]]:
+def read_tools(path: Path) -> list[dict[str, Any]]:
+    """The tools of a JSON file. Raises ChatError."""
     try:
         tools = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
