@@ -229,7 +229,7 @@ def test_losses_never_end_and_pauses_grow(bench: _Bench) -> None:
     assert bench.wait(100) == [] and len(bench.children) == 1
     bench.end(-9)
     assert bench.wait(2) == ["the controller ended (killed by signal 9); starting another one now"]
-    starts = []
+    starts: list[float] = []
     for _ in range(600):
         if len(bench.children) > len(starts):
             starts.append(bench.now)

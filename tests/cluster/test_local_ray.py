@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from headrace_cluster.errors import RayLostError, RayStartError
-from headrace_cluster.ray import connection, local_ray
+from headrace_cluster.ray import connection, local_ray, private
 from headrace_cluster.ray.connection import await_gcs
 from headrace_cluster.spec.cluster_spec import parse_spec
 
@@ -87,7 +87,7 @@ def test_a_lost_gcs_is_started_again_at_once_then_with_growing_pauses(
     )
     with monkeypatch.context() as patched:
         patched.setattr(local_ray, "_set_environment", lambda *_: None)
-        patched.setattr(local_ray.private, "HeadNode", lambda *_, **__: node)
+        patched.setattr(private, "HeadNode", lambda *_, **__: node)
         ray = local_ray.LocalRay(parse_spec({}), tmp_path, tmp_path)
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     assert ray.check() == ""

@@ -172,7 +172,7 @@ def test_disruption_budgets_are_numbers_that_allow_a_disruption(values: str) -> 
     counts = {pod.name: 1 for pod in pods(objects)}
     for group in named(objects, "RayCluster")["spec"]["workerGroupSpecs"]:
         counts[f"worker-{group['groupName']}"] = group["replicas"]
-    (scaler,) = of_kind(objects, "HorizontalPodAutoscaler") or [None]
+    scaler = next(iter(of_kind(objects, "HorizontalPodAutoscaler")), None)
     deployment = named(objects, "Deployment")["spec"]
     counts["router"] = scaler["spec"]["minReplicas"] if scaler else deployment["replicas"]
     assert ("replicas" in deployment) != bool(scaler)

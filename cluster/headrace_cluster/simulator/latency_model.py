@@ -20,7 +20,7 @@ class LatencyModel:
     The predictor is linear; attention of a long prompt is not, so that its predictions err as they do on a machine.
     """
 
-    __pydantic_config__ = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)  # type: ignore[misc]
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     name: str
     source: str  # where the numbers are from, as a sentence

@@ -76,8 +76,8 @@ def build_spec(
         if setting.name in given:
             source = setting.flag if setting.name in by_flag else setting.variable
             _put(data, setting.path, given[setting.name], source)
-            place = ("models", 0, *setting.path[1:]) if setting.path[0] == "models" else setting.path
-            origins[place] = source
+            section, *rest = setting.path
+            origins[("models", 0, *rest) if section == "models" else setting.path] = source
     return parse_spec(data, origins)
 
 
