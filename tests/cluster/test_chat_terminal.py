@@ -69,9 +69,9 @@ def test_without_colors(server: ChatServer, private_home: Path, variable: str, v
     terminal = ChatTerminal(private_home, server.port, **{variable: value})
     try:
         terminal.wait_for(PROMPT)
-        terminal.type("x" * 4200 + "\r", ANSWER, PROMPT)
+        terminal.type("x" * 200 + "\r", ANSWER, PROMPT)
         terminal.type("/nothing\r", "there is no command", PROMPT)
-        assert server.messages == ["x" * 4200]
+        assert server.messages == ["x" * 200]
         assert "\x1b[2m" not in terminal.received and "\x1b[31m" not in terminal.received
     finally:
         terminal.close()

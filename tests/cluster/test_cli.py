@@ -60,7 +60,6 @@ def test_client_commands_load_nothing_heavy(arguments: tuple[str, ...]) -> None:
         (("router", "--controller", "127.0.0.1:1"), 2, "--secret-file FILE"),
         (("router", "--controller", "127.0.0.1:1", "--secret-file", "/nowhere"), 1, "cannot be read"),
         (("controller", "tiny"), 2, "--secret-file FILE"),
-        (("router", "--config-stdin"), 2, "--secret-file"),
         (("stop",), 1, "./headrace serve"),
         (("role", "m-0"), 2, "prefill|decode|both"),
         (("chat", "--once", "x", "--port", "1"), 1, "./headrace serve"),

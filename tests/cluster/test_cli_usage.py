@@ -96,6 +96,6 @@ def test_routers_find_the_next_controller_at_the_same_port(
     monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], port: int
 ) -> None:
     specs: list[ClusterSpec] = []
-    monkeypatch.setattr("headrace_cluster.launch.controller.run_controller", lambda spec, _: specs.append(spec))
+    monkeypatch.setattr("headrace_cluster.launch.controller.run_controller", lambda spec, file: specs.append(spec))
     result = CliRunner().invoke(app, ["controller", "tiny", *flags])
     assert (result.exit_code, [spec.control.port for spec in specs]) == (0, [port])

@@ -66,10 +66,10 @@ def test_metrics_ports_are_known_before_a_start(data: dict[str, Any], ports: tup
     ("data", "words"),
     [
         ({"routers": {"count": 0}}, "routers.count"),
-        ({"routers": {"count": 3, "port": 9001, "metrics_port": 9000}}, "routers.metrics_port + 1 are both 9001"),
+        ({"routers": {"count": 3, "port": 9001, "metrics_port": 9000}}, "port 9001 is given twice"),
         ({"routers": {"count": 3, "metrics_port": 65534}}, "3 routers need that many"),
-        ({"model": []}, "unknown key 'model' (did you mean models? "),
-        ({"models": [{"sorce": "x"}]}, "unknown key 'models[0].sorce' (did you mean source? "),
+        ({"model": []}, "unknown key 'model' (see "),
+        ({"models": [{"sorce": "x"}]}, "unknown key 'models[0].sorce' (see "),
         ({"models": []}, "models"),
         ({"models": [{"tp": 0}]}, "models[0].tp"),
         ({"models": [{"kv_cache_memory": "lots"}]}, "2GiB"),

@@ -89,7 +89,7 @@ def test_the_admin_port_needs_its_key(server: Serve, tmp_path: Path) -> None:
     for headers in ({}, {"authorization": "Bearer wrong"}):
         for method, path in (("GET", "/status"), ("POST", "/stop")):
             assert httpx.request(method, url + path, headers=headers, trust_env=False).status_code == 401
-    key = json.loads((server.home / f"serve-{server.admin_port}.json").read_text())["admin_key"]
+    key = json.loads((server.home / f"serve-{server.process.pid}.json").read_text())["admin_key"]
     good = {"authorization": f"Bearer {key}"}
     assert httpx.get(f"{url}/status", headers=good, trust_env=False).status_code == 200
     rebound = httpx.get(f"{url}/status", headers=good | {"host": "evil.example"}, trust_env=False)

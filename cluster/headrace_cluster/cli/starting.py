@@ -67,10 +67,10 @@ def controller(
 
     path = config_file(config)
     content = digest(path) if path is not None else b""  # before it is read
-    spec = _joined(_spec(given, config))
-    if path is None:
-        run_controller(spec)
-    run_controller(spec, SpecFile(path, content, spec, lambda: _joined(build_spec(given, config)), check_spec))
+    spec, file = _joined(_spec(given, config)), None
+    if path is not None:
+        file = SpecFile(path, content, spec, lambda: _joined(build_spec(given, config)), check_spec)
+    run_controller(spec, file)
 
 
 @app.command()
