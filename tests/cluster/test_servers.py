@@ -233,7 +233,7 @@ def test_the_only_one_is_stopped_whatever_its_ports(start_server: Callable[..., 
     assert _run("status").returncode == 0
     assert json.loads(_run("status", "20001", "--json").stdout) == STATUS
     done = _run("stop")
-    assert (done.returncode, done.stderr) == (0, "headrace: stopped\n")
+    assert done.returncode == 0 and done.stderr.endswith("headrace: stopped\n")
     assert server.process.wait(5) == -signal.SIGTERM
 
 
@@ -286,4 +286,4 @@ def test_chat_does_not_use_a_server_that_does_not_match(start_server: Callable[.
     assert unmatched.returncode == 1 and "no server runs with --admin-port 1" in unmatched.stderr
     server = start_server(http_url="", grpc_address="")
     alone = _run("chat", "--once", "x", "--port", str(server.admin.port))
-    assert alone.returncode == 1 and "runs without a router" in alone.stderr
+    assert alone.returncode == 1 and "are started elsewhere" in alone.stderr
