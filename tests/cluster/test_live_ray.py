@@ -181,6 +181,7 @@ def test_a_replica_without_a_place_waits_while_the_others_serve(tmp_path: Path, 
 
     try:
         _eventually(lambda: list(live.home.glob("serve-*.json")), START_SECONDS)
+        _eventually(lambda: live.headrace("status").returncode == 0, START_SECONDS)
         _eventually(lambda: states() == ["pending", *["ready"] * cores], START_SECONDS)
         waiting = next(entry for entry in live.status()["replicas"] if entry["state"] == "pending")
         assert "it needs 1 x 1 CPU, and Ray has free: 0 CPU" in waiting["note"], waiting
