@@ -25,7 +25,7 @@ PROMPTS = [[504, 3575, 282, 4649, 314], [504, 808, 314], [1780, 357, 253, 655], 
 @pytest.fixture(scope="module")
 def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
     """One replica, two routers."""
-    made = Serve(tmp_path_factory.mktemp("routers") / "home", *SMALL, "--routers", "2")
+    made = Serve(tmp_path_factory.mktemp("routers") / "home", *SMALL, "--routers", "2", "--shutdown-seconds", "30")
     try:
         yield made.await_ready()
     finally:

@@ -89,6 +89,7 @@ class RouterGroup:
         self.http_port, self.grpc_port = self._http.port, self._grpc.port
         self._children: list[ChildProcess] = []
         self._ids = [""] * routers.count  # of the last start of each
+        self._metrics_ports = dict(enumerate(spec.metrics_ports))  # by router; one that was chosen is kept
         self._shared = routers.count > 1
 
     def start(self, controller: str, secret_file: Path, log_folder: Path) -> None:
@@ -105,6 +106,7 @@ class RouterGroup:
                 log_folder=log_folder,
                 port=self.http_port,
                 grpc_port=self.grpc_port,
+                metrics_port=self._metrics_ports.get(index),
                 share_port=self._shared,
             )
             self._ids[index] = config.router_id  # random for each start
@@ -119,8 +121,11 @@ class RouterGroup:
     def places(self, known: Sequence[RouterPlace]) -> list[RouterPlace]:
         """The addresses of our routers, in order, from the controller's list; empty until it contains all of them."""
         by_id = {place.id: place for place in known}
-        for router_id, child in zip(self._ids, self._children, strict=True):
-            child.was_up |= router_id in by_id
+        for index, (router_id, child) in enumerate(zip(self._ids, self._children, strict=True)):
+            if router_id in by_id:
+                child.was_up = True
+                if index in self._metrics_ports:
+                    self._metrics_ports[index] = port_of(by_id[router_id].metrics)
         return [by_id[each] for each in self._ids] if by_id.keys() >= set(self._ids) else []
 
     def ready(self, known: Sequence[RouterPlace]) -> bool:
