@@ -22,7 +22,7 @@ MARK = "<!-- values: made by helm/schema.py -->\n"
 _ADDRESSES = ("host", "port", "grpc_port", "count", "metrics_port", "metrics_host", "metrics_no_auth")
 OWNED = {
     "ClusterSpec": ("ray", "control", "admin", "auth", "tls"),
-    "RoutersSpec": (*_ADDRESSES, "shutdown_seconds"),
+    "RoutersSpec": (*_ADDRESSES, "leave_seconds", "shutdown_seconds"),
 }
 _LINE = re.compile(r"( *)([A-Za-z]+):(?: .*?)??(?:  ?# (.+))?")
 _NAME: Schema = {"pattern": "^([a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?)?$"}
@@ -56,7 +56,7 @@ RULES: dict[str, Schema] = {
     "gpus": _between(0, 64),
     "minAvailable": _between(0, 1024),
     "mountPath": {"pattern": "^/."},
-    "preStopSeconds": _between(1, 300),
+    "leaveSeconds": _between(1, 300),
     "pullPolicy": {"enum": ["Always", "IfNotPresent", "Never"]},
     "runtimeClassName": _NAME,
     "registry": {"pattern": "^([^:]|:[0-9])*$"},  # host and path, without https://

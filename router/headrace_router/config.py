@@ -91,6 +91,12 @@ class RouterSettings(BaseModel):
     keep_alive_seconds: float = Field(
         default=15, gt=0, description="seconds without a token after which a comment is sent on a stream"
     )
+    leave_seconds: float = Field(
+        default=0,
+        ge=0,
+        description="that it still serves after the signal to stop, while load balancers learn that it is not ready",
+        json_schema_extra=flag("--leave-seconds", help="time that it serves, not ready, before it stops"),
+    )
     shutdown_seconds: float = Field(
         default=5,
         ge=0,

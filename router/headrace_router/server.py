@@ -104,6 +104,7 @@ class RouterServer:
         self._http: HttpServer | None = None
         self._monitoring: HttpServer | None = None
         self._was_ready = asyncio.Event()
+        self._hurried = asyncio.Event()  # requests end now
         self._described = 0  # replicas, at the last maintenance
         self._exempted = 16  # replicas; those of a small cluster take little time
         self._tasks: list[asyncio.Task[None]] = []
@@ -160,10 +161,11 @@ class RouterServer:
     def begin_stop(self) -> None:
         """Not ready from now on. New requests are refused with an error until `stop` closes the ports.
 
-        On shared ports this router gives up its share of them instead: other routers get the next connections, and what
-        comes on connections that are open is served.
+        With `leave_seconds` they are served for that long, and each connection is closed after its next answer. On
+        shared ports this router gives up its share of them: other routers get the next connections, and what comes on
+        connections that are open is served.
         """
-        if self.config.share_port:
+        if self.config.share_port or self.config.leave_seconds:
             self.services.admission.leave()
         else:
             self.services.admission.close()
@@ -171,13 +173,20 @@ class RouterServer:
 
     def end_requests(self) -> None:
         """Ends requests in flight with an error now, instead of after `shutdown_seconds`."""
+        self._hurried.set()
         self.services.admission.end_all()
 
     async def stop(self) -> None:
         """Requests in flight get `shutdown_seconds`, then an error with the reason; then everything is closed."""
         self.begin_stop()
         self._grpc.update_health()
-        if self.config.share_port:
+        if self.config.leave_seconds:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.config.leave_seconds):
+                    await self._hurried.wait()
+        if not self.config.share_port:
+            self.services.admission.close()
+        else:
             if self._http is not None:
                 await self._http.stop_listening()
             stopping = asyncio.create_task(self._grpc.stop(self.config.shutdown_seconds))  # no further calls

@@ -68,7 +68,7 @@ def test_the_annotation_shows_which_pods_of_ray_are_old(changes: dict[str, Any],
 
 def test_keys_are_random() -> None:
     first, second = (named(objects, "Secret")["data"] for objects in (render(), render("minimal")))
-    assert first.keys() == second.keys() == {"cluster-secret", "metrics-key", "api-keys"}
+    assert first.keys() == second.keys() == {"cluster-secret", "admin-key", "metrics-key", "api-keys"}
     assert not set(first.values()) & set(second.values())
     assert named(render(), "Secret")["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
     assert not [found for found in render("external-keys") if found["kind"] == "Secret"]

@@ -39,7 +39,7 @@ def release() -> Iterator[Release]:
 
 
 def _ready(release: Release) -> bool:
-    """The probes of both pods: the controller starts again when it ends, as a kubelet does it."""
+    """By the probe of the router, and by its replicas. The controller starts again when it ends, as with a kubelet."""
     if not release.running("head", "controller"):
         release.start("head", "controller")
     assert release.running("router", "router"), release.log("router", "router")
@@ -49,10 +49,11 @@ def _ready(release: Release) -> bool:
     probe = router["readinessProbe"]["httpGet"]
     (port,) = [found["containerPort"] for found in router["ports"] if found["name"] == probe["port"]]
     try:
-        answer = httpx.get(f"http://127.0.0.1:{port}{probe['path']}", timeout=5, trust_env=False)
+        paths = (probe["path"], "/health/ready")
+        answers = [httpx.get(f"http://127.0.0.1:{port}{path}", timeout=5, trust_env=False) for path in paths]
     except httpx.TransportError:
         return False
-    return answer.status_code == 200
+    return all(answer.status_code == 200 for answer in answers)
 
 
 def _ask(release: Release) -> str:
@@ -89,15 +90,24 @@ def test_a_chat_is_answered_over_grpc(release: Release) -> None:
 
 
 def _ranks(release: Release) -> list[int]:
-    """Processes of ready replicas, by the readiness probe of the controller; none while it fails."""
-    (controller,) = [found for found in release.pod("head").containers if found["name"] == "controller"]
-    probe = release.run("head", "controller", controller["readinessProbe"]["exec"]["command"])
-    replicas = json.loads(probe.stdout)["replicas"] if probe.returncode == 0 else []
+    """Processes of ready replicas; none while the controller does not answer."""
+    status = release.run("head", "controller", ["headrace", "status", "--json"])
+    replicas = json.loads(status.stdout)["replicas"] if status.returncode == 0 else []
     return [rank["pid"] for replica in replicas if replica["state"] == "ready" for rank in replica["ranks"]]
 
 
 def test_probes_of_the_head_and_the_test_of_helm_pass(release: Release) -> None:
-    eventually(lambda: _ranks(release), 60, "the readiness probe of the controller")
+    eventually(lambda: _ranks(release), 60, "a ready replica")
+    for path in ("/health", "/metrics"):
+        key = release.secret("keys", "metrics-key")
+        page = httpx.get(
+            f"http://{release.address}:8005{path}", headers={"Authorization": f"Bearer {key}"}, trust_env=False
+        )
+        assert page.status_code == 200 and page.text
+    assert 'headrace_replicas{model_name="smollm2",state="ready"} 1.0' in page.text
+    (worker,) = release.pod("worker-serving").containers
+    ready = release.run("worker-serving", "ray-worker", worker["readinessProbe"]["exec"]["command"])
+    assert (ready.returncode, ready.stdout) == (0, "ready\n"), ready.stderr
     answer = httpx.get("http://127.0.0.1:52365/api/healthz", timeout=10, trust_env=False)
     assert answer.status_code == 200, "the probe of Ray's containers needs no token"
     chat = release.run("test", "chat")

@@ -1,5 +1,6 @@
 """Rules that every pod and object of the chart keeps, whatever the values."""
 
+import importlib.util
 import re
 from typing import Any
 
@@ -10,7 +11,7 @@ from support.helm.chart import CI_FILES, LONG_NAME, Object, Pod, config, is_ray,
 VALUES = pytest.mark.parametrize("values", CI_FILES)
 SECRETS = {  # keys of the Secret by container; HELM's test pod sends a request with the first API key
     "router": {"cluster-secret", "metrics-key", "api-keys"},
-    "controller": {"cluster-secret"},
+    "controller": {"cluster-secret", "metrics-key"},
     "chat": {"api-keys"},
     "ray-head": set(),
     "ray-worker": set(),
@@ -78,14 +79,20 @@ def test_long_running_containers_have_probes(values: str) -> None:
             probes: Object = {kind: container.get(f"{kind}Probe") for kind in ("startup", "readiness", "liveness")}
             ports = {port["name"] for port in container.get("ports", ())}
             if container["name"] == "controller":
-                assert probes["readiness"]["exec"]["command"] == ["headrace", "status", "--json"]
+                get = probes["readiness"]["httpGet"]
+                assert (get["path"], get["port"] in ports) == ("/health", True)
+                assert get["scheme"] == ("HTTPS" if values == "tls" else "HTTP")
                 assert probes["liveness"] is None  # a controller that waits for Ray is not to be killed
             elif pod.name != "test":
+                if pod.name.startswith("worker"):
+                    command = probes.pop("readiness")["exec"]["command"]
+                    assert importlib.util.find_spec(command[-1]) is not None
                 requests = {kind: probe["httpGet"] for kind, probe in probes.items()}
                 assert {request["port"] for request in requests.values()} <= ports
-                expected = ("/health/live", "/health/ready") if pod.name == "router" else ("/api/healthz",) * 2
+                expected = ("/health/live", "/health/accepting") if pod.name == "router" else ("/api/healthz",) * 2
                 paths = {kind: request["path"] for kind, request in requests.items()}
-                assert paths == {"startup": expected[0], "readiness": expected[1], "liveness": expected[0]}
+                found = {"startup": expected[0], "readiness": expected[1], "liveness": expected[0]}
+                assert paths == {kind: path for kind, path in found.items() if kind in probes}
                 scheme = "HTTPS" if values == "tls" and pod.name == "router" else "HTTP"
                 assert {request.get("scheme", "HTTP") for request in requests.values()} == {scheme}
 
@@ -103,6 +110,8 @@ def test_each_container_gets_its_secrets_alone(values: str) -> None:
                     held = {item["key"] for item in secret["items"]}
                     assert secret["defaultMode"] == 0o440 and mount["readOnly"] is True
             expected = SECRETS[container["name"]] - ({"api-keys"} if values == "no-auth" else set())
+            if values == "tls" and container["name"] == "controller":
+                expected = expected | {"admin-key"}
             assert held == expected
             from_secrets = [entry["name"] for entry in container["env"] if "valueFrom" in entry]
             assert from_secrets == (["RAY_AUTH_TOKEN"] if container["name"] == "controller" else [])
@@ -158,11 +167,11 @@ def test_the_state_of_ray_is_stored_unless_it_is_off(values: str) -> None:
 def test_a_router_outlives_its_longest_stream(values: str) -> None:
     objects = render(values)
     spec = _router(objects).spec
-    pause = spec["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"]
     router = config(objects, "router.yaml")
     longest = router["limits"]["request_seconds"]
     assert router["routers"]["shutdown_seconds"] >= longest
-    assert spec["terminationGracePeriodSeconds"] > pause + router["routers"]["shutdown_seconds"]
+    assert router["routers"]["leave_seconds"] == 15 and "lifecycle" not in spec["containers"][0]
+    assert spec["terminationGracePeriodSeconds"] > 15 + router["routers"]["shutdown_seconds"]
     assert config(objects, "cluster.yaml")["health"]["drain_seconds"] >= longest
 
 
@@ -189,6 +198,7 @@ def test_disruption_budgets_are_numbers_that_allow_a_disruption(values: str) -> 
 def test_selectors_match_their_pods(values: str) -> None:
     objects = render(values, LONG_NAME)
     expected = {"": "router", "-headless": "router", "-control": "head"}
+    expected |= {"-admin": "head"} if values == "tls" else {}
     control = named(objects, "Service", "-control")
     address = f"{control['metadata']['name']}:{control['spec']['ports'][0]['port']}"
     assert address in _router(objects).spec["containers"][0]["command"]
@@ -229,7 +239,10 @@ def test_networks_are_open_where_they_must_be(values: str) -> None:
     if restricted or values == "gateway":
         expected["router"][metrics] = {(8003, 8003)}
         for name in ray:
-            expected[name][metrics] = {(8080, 8080)}
+            expected[name][metrics] = {(8005, 8005), (8080, 8080)}
+    if values == "tls":
+        for name in ray:
+            expected[name]["all"] = {(8002, 8002)}
     assert opened == expected
 
 

@@ -58,6 +58,7 @@ GPU = {"workers__serving": {"gpus": 8, "shm": "16Gi"}}
         ),
         ({"gateway__enabled": True}, "gateway.enabled needs a Gateway: name it in gateway.parentRefs"),
         ({"tls__clientCa": True}, "tls.clientCa needs tls.existingSecret: name a Secret"),
+        ({"admin__enabled": True}, "so it needs tls.existingSecret: name a Secret"),
         (
             {"tls": {"clientCa": True, "existingSecret": "a"}, "ingress__enabled": True},
             "tls.clientCa requires the client's own certificate, which an Ingress or Gateway does not pass on",
@@ -83,6 +84,7 @@ def test_combinations_that_cannot_work(changes: dict[str, Any], sentence: str) -
         ({"workers": {"Serving": {}}}, "does not match pattern"),
         ({"workers__serving": {"cpus": 0.5}}, "/workers/serving/cpus"),
         ({"image__digest__router": "sha256:1"}, "/image/digest/router"),
+        ({"router__leaveSeconds": 0}, "/router/leaveSeconds"),
     ],
 )
 def test_keys_that_the_schema_refuses(changes: dict[str, Any], sentence: str) -> None:

@@ -71,7 +71,9 @@ def test_the_config_map_holds_specs(values: str, tmp_path: Path) -> None:
         file.write_text(text)
         spec = build_spec({}, file, environ={})
         if key == "cluster.yaml":
-            assert (spec.control.port, spec.admin.port, spec.ray.address) == (8004, 0, "127.0.0.1:6379")
+            admin = 8002 if values == "tls" else 0
+            assert (spec.control.port, spec.admin.port, spec.ray.address) == (8004, admin, "127.0.0.1:6379")
+            assert spec.tls.enabled == bool(admin)
             assert spec.health.drain_seconds == 600
         else:
             assert (spec.routers.port, spec.routers.grpc_port, spec.metrics_ports) == (8000, 8001, (8003,))

@@ -25,7 +25,7 @@ from support.router.fake_replica import FakeReplica
 from support.router.harness import Harness
 
 KEY, OTHER, METRICS_KEY = "sk-first-key-1", "sk-second-key-2", "mk-metrics-key-3"
-PUBLIC_PATHS = {"/", "/health", "/health/live", "/health/ready", "/docs"}
+PUBLIC_PATHS = {"/", "/health", "/health/accepting", "/health/live", "/health/ready", "/docs"}
 
 
 @pytest.fixture(scope="module")

@@ -72,6 +72,36 @@ def test_a_request_in_flight_finishes_while_new_ones_are_refused(
         assert probe.connect_ex(("127.0.0.1", harness.router.http_port)), "the port is closed"
 
 
+def test_a_router_that_leaves_serves_first_and_closes_each_connection_after_its_answer(
+    harness: Any, make_replica: Any, eventually: Any
+) -> None:
+    """Load balancers send requests for some seconds after it is not ready."""
+    harness.start([make_replica()], leave_seconds=60.0)
+    with harness.client() as client:
+        assert client.get("/health/accepting").status_code == 200
+        harness.loop.call_soon_threadsafe(harness.router.begin_stop)
+        stopped = _stop(harness)
+        eventually(lambda: client.get("/health/accepting").status_code == 503)
+        served = client.post("/v1/completions", json=BODY)
+        assert (served.status_code, served.headers["connection"]) == (200, "close")
+        harness.loop.call_soon_threadsafe(harness.router.end_requests)  # the rest of the time is not waited for
+    stopped.result(10)
+
+
+def test_requests_are_refused_once_a_router_has_left(harness: Any, make_replica: Any, pool: ThreadPoolExecutor) -> None:
+    harness.start([make_replica(token_seconds=0.02)], leave_seconds=0.01, shutdown_seconds=20.0)
+    running = pool.submit(_stream, harness)
+    while not harness.router.services.admission.running:
+        time.sleep(0.01)
+    stopped = _stop(harness)
+    with harness.client() as client:
+        while (refused := client.post("/v1/completions", json=BODY | {"max_tokens": 1})).status_code == 200:
+            time.sleep(0.01)
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    assert running.result(15)[1] == "data: [DONE]"
+    stopped.result(5)
+
+
 def test_nothing_in_flight_ends_at_once(harness: Any, make_replica: Any) -> None:
     harness.start([make_replica()], shutdown_seconds=60.0)
     with harness.client() as idle:  # a kept-alive connection does not delay it

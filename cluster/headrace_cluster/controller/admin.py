@@ -110,7 +110,7 @@ def _post(operation: Operation) -> Callable[[Request], Awaitable[Response]]:
     return respond
 
 
-def listen(host: str, port: int, *, reserved: bool = False) -> socket.socket:
+def listen(host: str, port: int, *, reserved: bool = False, flag: str = "--admin-port") -> socket.socket:
     """A bound socket. reserved: by the process that started this one; else no other server can share the port.
 
     Raises ListenError.
@@ -122,7 +122,7 @@ def listen(host: str, port: int, *, reserved: bool = False) -> socket.socket:
         bound.bind((host, port))
     except OSError as error:
         bound.close()
-        raise ListenError(f"port {port} on {host} is in use; choose another with --admin-port") from error
+        raise ListenError(f"port {port} on {host} is in use; choose another with {flag}") from error
     return bound
 
 

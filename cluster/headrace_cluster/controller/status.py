@@ -84,7 +84,7 @@ def _replica(loop: ControlLoop, name: str, now: float) -> dict[str, Any]:
         "role": str(build.role if build is not None else wanted.role if wanted is not None else ""),
         "tp": build.tp if build is not None else model.tp if model is not None else 1,
         "pp": build.pp if build is not None else model.pp if model is not None else 1,
-        "state": str(_state(planner, name)),
+        "state": str(replica_state(planner, name)),
         "load": _load(health),
         "ranks": [
             {"rank": rank, "pid": report.pid, "node": report.node, "device": _device(build, rank)}
@@ -110,7 +110,8 @@ def _replica(loop: ControlLoop, name: str, now: float) -> dict[str, Any]:
     }
 
 
-def _state(planner: Planner, name: str) -> State:
+def replica_state(planner: Planner, name: str) -> State:
+    """As `headrace status` prints it."""
     build = planner.current(name)
     if build is not None:
         return build.state

@@ -8,6 +8,7 @@ An action is named in each turn until its effect is seen: one that was lost is r
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
@@ -151,6 +152,7 @@ class Planner:
         self.builds: dict[ReplicaName, Build] = {}
         self._builds_of: dict[str, list[Build]] = {}  # by replica id, in the order of their generations
         self.slots: dict[str, Slot] = {}
+        self.failures: Counter[str] = Counter()  # builds that ended or did not start, by model
         self.unable: dict[str, str] = {}  # replicas that were never ready and cannot start, and why
         self._unsettled: dict[str, list[tuple[str, str, bool]]] = {}  # by model: see `_find_unsettled`
         self._failed: dict[str, list[str]] = {}  # by model
@@ -507,6 +509,7 @@ class Planner:
         build.enter(State.DEAD, now)
         if expected or build.foreign:
             return
+        self.failures[build.model] += 1
         slot, wanted = self._slot(build.replica_id), self.wanted.get(build.replica_id)
         if wanted is not None and any(b.state in SERVING and not b.leaving for b in self.builds_of(build.replica_id)):
             self._refuse(slot, wanted, death, now)

@@ -14,6 +14,7 @@ from headrace_cluster.controller.control_loop import ControlLoop
 from headrace_cluster.controller.control_service import start_control_server
 from headrace_cluster.controller.health import watch_health
 from headrace_cluster.controller.members import Membership
+from headrace_cluster.controller.monitoring import monitoring_app
 from headrace_cluster.controller.operations import replica_operations
 from headrace_cluster.controller.spec_file import SpecFile
 from headrace_cluster.controller.status import status_document, view
@@ -90,6 +91,8 @@ class Controller:
         self._check = check
         self._secret_file = secret_file
         self._key_file = SecretFile(key_file, "the admin key file") if (key_file := spec.admin.key_file) else None
+        metrics_file = spec.control.metrics_key_file
+        self._metrics_file = SecretFile(metrics_file, "the metrics key file") if metrics_file else None
         self._member = ClusterMember(secret_file.secret, spec.internal.tls_files)
         self._membership = Membership()
         self._calls = calls = RayCalls()
@@ -117,12 +120,15 @@ class Controller:
 
         host = self._spec.control.host or str(ray.util.get_node_ip_address())
         admin = listen(self._spec.admin.host, self._spec.admin.port, reserved=self._supervised)
-        admin_port = int(admin.getsockname()[1])
+        admin_port, metrics_port = int(admin.getsockname()[1]), self._spec.control.metrics_port
+        metrics = listen(host, metrics_port, flag="control.metrics_port") if metrics_port is not None else None
         grpc, port = await start_control_server(
             self._membership, self._member, host, self._spec.control.port or 0, reserved=self._supervised
         )
         self._servers.push_async_callback(grpc.stop, grace=0.2)
-        self._servers.callback(admin.close)
+        for listening in (admin, metrics):
+            if listening is not None:
+                self._servers.callback(listening.close)
         try:
             adopted, outdated = await self._loop.open()
             # Not before: one with a wrong secret adopts nothing, and must not end the one with the right secret.
@@ -135,8 +141,10 @@ class Controller:
         self._repeat("the watch over the lease", self._watch_lease)
         self._repeat("the watch over this node", self._watch_node)
         self._repeat("the watch over the secret file", partial(self._secret_file.watch, lambda: None, log.warning))
-        if self._key_file is not None:
-            self._repeat("the watch over the admin key file", partial(self._key_file.watch, lambda: None, log.warning))
+        for file, label in ((self._key_file, "admin"), (self._metrics_file, "metrics")):
+            if file is not None:
+                watch = partial(file.watch, lambda: None, log.warning)
+                self._repeat(f"the watch over the {label} key file", watch)
         if self._spec_file is not None:
             self._repeat("the watch over the spec file", partial(self._watch_spec, self._spec_file))
         operations = replica_operations(self._loop, self._membership, self._check)
@@ -146,6 +154,10 @@ class Controller:
         if tls is not None:
             self._repeat("the watch over the TLS files", tls.watch)
         self._tasks.append(asyncio.create_task(admin_server(app, tls).serve(sockets=[admin])))
+        if metrics is not None:
+            keys = lambda: self._metrics_file.secret.values if self._metrics_file is not None else ()  # noqa: E731
+            pages = monitoring_app(self._loop, self._membership, lambda: self._status()["problems"], keys)
+            self._tasks.append(asyncio.create_task(admin_server(pages, tls).serve(sockets=[metrics])))
         return Opened(
             control_host=host,
             control_port=port,

@@ -23,6 +23,7 @@ from headrace_cluster.core.rank_config import (
     Stage,
     bind_gpus,
 )
+from headrace_cluster.local.rank_states import RankState
 from headrace_proto.cluster_member import ClusterSecret
 from headrace_proto.errors import HeadraceError, MemoryTooSmallError
 from headrace_proto.logs import LogConfig, configure_logs
@@ -80,6 +81,8 @@ class RankActor:
         )
         self._changed = threading.Condition()  # of the report
         self._drains_until = 0.0
+        self._state = RankState(ReplicaName(self._config.replica_id, self._config.generation).rank(rank))
+        self._state.write(self._newest.stage)
         if self._config.host == NODE_HOST:
             self._config = replace(self._config, host=node)
         self._secret = ClusterSecret(())
@@ -237,6 +240,8 @@ class RankActor:
         """Changes the report."""
         with self._changed:
             self._newest = msgspec.structs.replace(self._newest, version=self._newest.version + 1, **changes)
+            if "stage" in changes:
+                self._state.write(self._newest.stage)
             self._changed.notify_all()
 
     def _profile_on_signal(self) -> None:

@@ -101,11 +101,23 @@ class ControlSpec(Section):
             "--control-port", help="port of the controller; 0 = any free port [default: 8004; with `serve` any]"
         ),
     )
+    metrics_port: Port | None = Field(
+        default=None, description="of the controller's /health and /metrics, on `host`; none = there are none"
+    )
+    metrics_key_file: Path | None = Field(
+        default=None, description="a key for /metrics: a line of 16 characters or more; a second line is valid, too"
+    )
     secret_file: Path | None = Field(
         default=None,
         description="file with the cluster's secret: 16 characters or more; a second line stays valid, too",
         json_schema_extra=flag("--secret-file"),
     )
+
+    @model_validator(mode="after")
+    def _guarded(self) -> Self:
+        if self.metrics_port is not None and self.metrics_key_file is None and not is_loopback(self.host or ""):
+            raise ValueError("control.metrics_port is open to others: give a key with control.metrics_key_file")
+        return self
 
 
 class InternalTlsSpec(Section):

@@ -23,6 +23,9 @@
 {{- if and $values.tls.clientCa (not $values.tls.existingSecret) -}}
 {{- fail "tls.clientCa needs tls.existingSecret: name a Secret with tls.crt, tls.key and ca.crt" -}}
 {{- end -}}
+{{- if and $values.admin.enabled (not $values.tls.existingSecret) -}}
+{{- fail "admin.enabled sends the admin key over the network, so it needs tls.existingSecret: name a Secret with tls.crt and tls.key" -}}
+{{- end -}}
 {{- if and $values.tls.clientCa (or $values.ingress.enabled $values.gateway.enabled) -}}
 {{- fail "tls.clientCa requires the client's own certificate, which an Ingress or Gateway does not pass on: verify client certificates there, or turn ingress and gateway off" -}}
 {{- end -}}

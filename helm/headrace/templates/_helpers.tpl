@@ -167,6 +167,20 @@ securityContext:
       {{- end }}
 {{- end }}
 
+{{/* Arguments: (list . CLIENT-CA). */}}
+{{- define "headrace.tlsVolume" -}}
+- name: tls
+  secret:
+    secretName: {{ (index . 0).Values.tls.existingSecret }}
+    defaultMode: 0440
+    items:
+      - {key: tls.crt, path: tls.crt}
+      - {key: tls.key, path: tls.key}
+      {{- if index . 1 }}
+      - {key: ca.crt, path: ca.crt}
+      {{- end }}
+{{- end }}
+
 {{/* One key of the ConfigMap. Arguments: (list . KEY). */}}
 {{- define "headrace.configVolume" -}}
 - name: config
@@ -183,11 +197,6 @@ startupProbe:
   periodSeconds: 5
   timeoutSeconds: 5
   failureThreshold: 120
-readinessProbe:
-  httpGet: {path: /api/healthz, port: agent}
-  periodSeconds: 10
-  timeoutSeconds: 5
-  failureThreshold: 3
 livenessProbe:
   httpGet: {path: /api/healthz, port: agent}
   periodSeconds: 10

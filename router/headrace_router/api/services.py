@@ -43,6 +43,11 @@ class Services:
     accounts: AccountTable
 
     @property
+    def accepting(self) -> bool:
+        """Whether requests get an answer here, if only that no replica is ready: the models are known."""
+        return not self.admission.ending and (self.fleet.listed or self.config.controller is None)
+
+    @property
     def ready(self) -> bool:
         """Whether new requests are accepted and can be answered."""
         return not self.admission.ending and self.fleet.ready

@@ -245,6 +245,11 @@ class Fleet(Generic[C]):
             link.state.blocks.close()
 
     @property
+    def listed(self) -> bool:
+        """Whether a controller's member list was applied, an empty one, too."""
+        return self._version[1] > 0
+
+    @property
     def ready(self) -> bool:
         """Whether any model has a ready replica: a model without one refuses its own requests only."""
         return any(replica.ready for replica in self.replicas)

@@ -46,7 +46,7 @@ class Release:
             for found in self.objects
             if found["kind"] in ("ConfigMap", "Secret")
         }
-        self._head_address = str(get_node_ip_address())
+        self.address = str(get_node_ip_address())
         # KubeRay makes Ray's token.
         self._data[self.name] = {"auth_token": "0123456789abcdef" * 4}
 
@@ -130,7 +130,7 @@ class Release:
 
     def _localized(self, text: str, pod: str, container: Object) -> str:
         """A text with the addresses and folders of this machine."""
-        text = text.replace(f"{self.name}-control:8004", f"{self._head_address}:8004")
+        text = text.replace(f"{self.name}-control:8004", f"{self.address}:8004")
         text = text.replace(f"http://{self.name} --port 80", "http://127.0.0.1 --port 8000")
         for mount in container.get("volumeMounts", ()):
             if mount["mountPath"] not in SHARED:

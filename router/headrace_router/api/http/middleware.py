@@ -15,7 +15,7 @@ from headrace_router.core.errors import ApiError, AuthenticationError, HostError
 from headrace_router.dispatch.router_metrics import RouterMetrics
 
 # /docs is a static page: the document that it renders is at /openapi.json, which needs a key.
-PUBLIC_PATHS = frozenset({b"/", b"/health", b"/health/live", b"/health/ready", b"/docs"})
+PUBLIC_PATHS = frozenset({b"/", b"/health", b"/health/accepting", b"/health/live", b"/health/ready", b"/docs"})
 METRICS = "/metrics"
 
 log = structlog.get_logger("headrace.router.http")
