@@ -62,7 +62,7 @@ FAULTS = {  # area: files and folders of tests that start servers or ranks, send
         "router/test_slow_clients.py",
         "router/test_tls.py",
     ),
-    "helm": ("helm/test_first_run.py",),
+    "helm": ("helm/test_first_run.py", "helm/test_real_life.py"),
     "ranks": (
         "worker/parallel/test_death.py",
         "worker/parallel/test_device_calls.py",

@@ -57,7 +57,7 @@ def _ready(release: Release) -> bool:
 
 
 def _ask(release: Release) -> str:
-    key = release.secret("keys", "api-keys").splitlines()[0].rpartition(":")[2]
+    key = release.secret("api-keys").splitlines()[0].rpartition(":")[2]
     answer = httpx.post(
         "http://127.0.0.1:8000/v1/chat/completions",
         json={"model": "smollm2", **BODY},
@@ -77,7 +77,7 @@ def test_a_chat_is_answered_over_http(release: Release) -> None:
 
 
 def test_a_chat_is_answered_over_grpc(release: Release) -> None:
-    key = release.secret("keys", "api-keys").splitlines()[0].rpartition(":")[2]
+    key = release.secret("api-keys").splitlines()[0].rpartition(":")[2]
     client = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "grpc_client.py")],
         env=os.environ | {"HEADRACE_API_KEY": key, "GRPC_ADDRESS": "127.0.0.1:8001"},
@@ -99,7 +99,7 @@ def _ranks(release: Release) -> list[int]:
 def test_probes_of_the_head_and_the_test_of_helm_pass(release: Release) -> None:
     eventually(lambda: _ranks(release), 60, "a ready replica")
     for path in ("/health", "/metrics"):
-        key = release.secret("keys", "metrics-key")
+        key = release.secret("metrics-key")
         page = httpx.get(
             f"http://{release.address}:8005{path}", headers={"Authorization": f"Bearer {key}"}, trust_env=False
         )

@@ -1,11 +1,13 @@
 """Pods of a rendered release as processes of this machine: what KubeRay and a kubelet make of the objects.
 
-Mount paths become folders, also inside arguments, variables and files; Services become addresses of this machine, whose
-/tmp and /dev/shm are used as they are. Ray's processes of two pods share its ports, so those of a worker are shifted.
+Mount paths become folders, also inside arguments, variables and files. Each process has a mount namespace with a
+read-only root and an /etc/hosts with the names of the Services; /tmp and /dev/shm are the machine's. Pods share the
+machine's ports: those of a worker's Ray are shifted, and each router has an address of its own.
 """
 
 import base64
 import contextlib
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -17,8 +19,8 @@ from ray.util import get_node_ip_address
 
 from support.helm.chart import Object, Pod, named, pods
 
-WORKER_SHIFT = 100  # of the ports of a worker's Ray
-FIRST_WORKER_PORT = 15_000  # of the ranks there; the head's own begin at the chart's min-worker-port
+WORKER_SHIFT = 100  # of the ports of a worker's Ray, for each worker
+FIRST_WORKER_PORT, WORKER_PORTS = 15_000, 200  # of the ranks there; the head's own begin at the chart's min-worker-port
 SHARED = ("/tmp", "/dev/shm")
 PORTS = (
     "node-manager-port",
@@ -28,40 +30,79 @@ PORTS = (
     "runtime-env-agent-port",
     "metrics-export-port",
 )
+# Of a Service named headrace, and of Kubernetes itself.
+INJECTED = {
+    "HEADRACE_PORT": "tcp://10.0.0.1:80",
+    "HEADRACE_SERVICE_HOST": "10.0.0.1",
+    "HEADRACE_SERVICE_PORT": "80",
+    "KUBERNETES_SERVICE_HOST": "10.0.0.2",
+    "KUBERNETES_PORT": "tcp://10.0.0.2:443",
+}
+NAMESPACE = """
+mount --make-rprivate / && mount --bind "$1" /etc/hosts && mount --bind "$2" "$2" && mount --bind /tmp /tmp &&
+mount -o remount,bind,ro / && shift 2 && exec "$@"
+"""
+
+
+def has_namespaces() -> bool:
+    """Whether this machine lets a process make a mount namespace."""
+    return subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode == 0
 
 
 @dataclass
 class Release:
-    """The processes of one release; a folder for its volumes and logs."""
+    """The processes of one release; a folder for its volumes and logs. Pods of a kind are numbered."""
 
     objects: tuple[Object, ...]
     folder: Path
-    _running: dict[str, "subprocess.Popen[bytes]"] = field(default_factory=dict)
+    _running: dict[tuple[str, int, str], "subprocess.Popen[bytes]"] = field(default_factory=dict)
+    _mounted: dict[Path, tuple[str, int, Object, Object]] = field(default_factory=dict)  # pod, container, volume
+    _versions: int = 0  # of files in volumes
 
     def __post_init__(self) -> None:
-        self.cluster = named(self.objects, "RayCluster")
-        self.name = self.cluster["metadata"]["name"]
-        self._data = {
-            found["metadata"]["name"]: _data(found)
-            for found in self.objects
-            if found["kind"] in ("ConfigMap", "Secret")
-        }
-        self.address = str(get_node_ip_address())
-        # KubeRay makes Ray's token.
-        self._data[self.name] = {"auth_token": "0123456789abcdef" * 4}
+        self.name = named(self.objects, "RayCluster")["metadata"]["name"]
+        self._token = "0123456789abcdef" * 4  # KubeRay makes it
+        self._keys: dict[str, str] = {}  # of the Secret, which helm keeps
+        self.apply(self.objects)
+        self.move_head(str(get_node_ip_address()))
 
-    def secret(self, suffix: str, key: str) -> str:
-        return self._data[f"{self.name}-{suffix}"][key]
+    def apply(self, objects: tuple[Object, ...]) -> None:
+        """`helm upgrade`: what is mounted changes as by a kubelet; pods stay as they are until they start again."""
+        self.objects = objects
+        self.cluster = named(objects, "RayCluster")
+        self._data = {
+            found["metadata"]["name"]: _data(found) for found in objects if found["kind"] in ("ConfigMap", "Secret")
+        }
+        self._keys = self._data[f"{self.name}-keys"] | self._keys
+        self._data |= {self.name: {"auth_token": self._token}, f"{self.name}-keys": self._keys}
+        self._update_volumes()
+
+    def secret(self, key: str) -> str:
+        return self._keys[key]
+
+    def replace_secret(self, key: str, value: str) -> None:
+        """As by kubectl."""
+        self._keys[key] = value
+        self._update_volumes()
+
+    def move_head(self, address: str) -> None:
+        """The next head pod has this address; names of Services lead there."""
+        self.address = address
+        names = (f"{self.name}-control", f"{self.name}-admin", f"{self.name}-head-svc")
+        text = "127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for name in names) + f"127.0.0.1 {self.name}\n"
+        (self.folder / "hosts").write_text(text)  # in place: it is mounted
 
     def pod(self, name: str) -> Pod:
         (found,) = [pod for pod in pods(self.objects) if pod.name == name]
         return found
 
-    def start(self, pod: str, container: str) -> None:
+    # -- containers -------------------------------------------------------------------------------------------
+
+    def start(self, pod: str, container: str, number: int = 0) -> None:
         """Starts it, again if it has ended."""
-        command, variables = self._command(pod, container), self.environment(pod, container)
-        with (self.folder / f"{pod}-{container}.log").open("ab") as log:
-            self._running[f"{pod}-{container}"] = subprocess.Popen(
+        command, variables = self._command(pod, container, number), self.environment(pod, container, number)
+        with self._log(pod, container, number).open("ab") as log:
+            self._running[pod, number, container] = subprocess.Popen(
                 command,
                 env=variables,
                 cwd="/",
@@ -71,96 +112,147 @@ class Release:
                 start_new_session=True,
             )
 
-    def run(self, pod: str, container: str, command: list[str] | None = None) -> "subprocess.CompletedProcess[str]":
+    def run(
+        self, pod: str, container: str, command: list[str] | None = None, number: int = 0
+    ) -> "subprocess.CompletedProcess[str]":
         """The container's command, or another one in it such as a probe's, to its end."""
-        variables = self.environment(pod, container)
-        arguments = command or self._command(pod, container)
-        options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 60, "check": False}
+        variables = self.environment(pod, container, number)
+        arguments = self._isolated(command) if command else self._command(pod, container, number)
+        options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 200, "check": False}
         return subprocess.run(arguments, env=variables, cwd="/", **options)
 
-    def running(self, pod: str, container: str) -> bool:
-        return self._running[f"{pod}-{container}"].poll() is None
+    def running(self, pod: str, container: str, number: int = 0) -> bool:
+        process = self._running.get((pod, number, container))
+        return process is not None and process.poll() is None
 
-    def log(self, pod: str, container: str) -> str:
-        return (self.folder / f"{pod}-{container}.log").read_text(errors="replace")
+    def log(self, pod: str, container: str, number: int = 0) -> str:
+        return self._log(pod, container, number).read_text(errors="replace")
 
-    def environment(self, pod: str, container: str) -> dict[str, str]:
+    def kill(self, pod: str, container: str, number: int = 0) -> None:
+        """All processes of a container."""
+        _kill([self._running.pop((pod, number, container))])
+
+    def terminate(self, pod: str, container: str, seconds: float, number: int = 0) -> int:
+        """SIGTERM to the container's first process; its exit status. Raises TimeoutExpired."""
+        process = self._running[pod, number, container]
+        process.send_signal(signal.SIGTERM)
+        status = process.wait(seconds)
+        del self._running[pod, number, container]
+        return status
+
+    def environment(self, pod: str, container: str, number: int = 0) -> dict[str, str]:
         """Nothing of this process's own but the folder of its programs, which the images have on PATH."""
         found = self._container(pod, container)
-        variables = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"}
+        variables = {"PATH": f"{Path(sys.executable).parent}:/usr/sbin:/usr/bin:/sbin:/bin", **INJECTED}
         for entry in found.get("env", ()):
             variables[entry["name"]] = str(entry["value"]) if "value" in entry else self._referred(entry["valueFrom"])
-        if pod.startswith(("head", "worker")) and container.startswith("ray-"):
+        if container.startswith("ray-"):
             variables |= {  # of KubeRay
-                "RAY_ADDRESS": "127.0.0.1:6379",
+                "RAY_ADDRESS": "127.0.0.1:6379" if pod == "head" else f"{self.name}-head-svc:6379",
                 "RAY_AUTH_MODE": "token",
-                "RAY_AUTH_TOKEN": self._data[self.name]["auth_token"],
+                "RAY_AUTH_TOKEN": self._token,
                 "RAY_CLUSTER_NAME": self.name,
                 "RAY_PORT": "6379",
             }
-        return {name: self._localized(value, pod, found) for name, value in variables.items()}
+        return {name: self._localized(value, pod, number, found) for name, value in variables.items()}
 
     def close(self) -> None:
         """Kills what runs; a worker's Ray would drain for minutes."""
-        found = [psutil.Process(process.pid) for process in self._running.values() if process.poll() is None]
-        for process in [child for parent in found for child in (*parent.children(recursive=True), parent)]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        for ended in self._running.values():
-            ended.wait()
+        _kill(list(self._running.values()))
         self._running.clear()
+
+    # -- what KubeRay and the kubelet make --------------------------------------------------------------------
+
+    def _log(self, pod: str, container: str, number: int) -> Path:
+        return self.folder / f"{pod}-{number}-{container}.log"
 
     def _container(self, pod: str, name: str) -> Object:
         (found,) = [container for container in self.pod(pod).containers if container["name"] == name]
         return found
 
-    def _command(self, pod: str, name: str) -> list[str]:
+    def _command(self, pod: str, name: str, number: int) -> list[str]:
         found = self._container(pod, name)
         if pod == "head" and name == "ray-head":
-            command = ["ray", "start", "--head", "--block", *_flags(self.cluster["spec"]["headGroupSpec"], shift=False)]
+            command = ["ray", "start", "--head", "--block", f"--node-ip-address={self.address}"]
+            command += _flags(self.cluster["spec"]["headGroupSpec"], None)
         elif name == "ray-worker":
             groups = {group["groupName"]: group for group in self.cluster["spec"]["workerGroupSpecs"]}
             group = groups[pod.removeprefix("worker-")]
             labels = ",".join(f"{key}={value}" for key, value in group.get("labels", {}).items())
-            command = ["ray", "start", "--address=127.0.0.1:6379", "--block", "--node-ip-address=127.0.0.2"]
-            command += [f"--labels={labels}", *_flags(group, shift=True)]
+            command = ["ray", "start", f"--address={self.name}-head-svc:6379", "--block"]
+            command += [f"--node-ip-address=127.0.0.{2 + number}", f"--labels={labels}", *_flags(group, number)]
         else:
             command = list(found["command"])
-        return [self._localized(argument, pod, found) for argument in command]
+        return self._isolated([self._localized(argument, pod, number, found) for argument in command])
 
-    def _localized(self, text: str, pod: str, container: Object) -> str:
+    def _isolated(self, command: list[str]) -> list[str]:
+        """The command in a mount namespace of its own."""
+        return ["unshare", "-m", "sh", "-c", NAMESPACE, "sh", str(self.folder / "hosts"), str(self.folder), *command]
+
+    def router_address(self, number: int) -> str:
+        """Where this router listens."""
+        return f"127.0.0.{20 * number + 1}"
+
+    def _localized(self, text: str, pod: str, number: int, container: Object) -> str:
         """A text with the addresses and folders of this machine."""
-        text = text.replace(f"{self.name}-control:8004", f"{self.address}:8004")
-        text = text.replace(f"http://{self.name} --port 80", "http://127.0.0.1 --port 8000")
+        text = text.replace(f"http://{self.name} --port 80", f"http://{self.name} --port 8000")
+        if pod == "router":
+            text = text.replace("0.0.0.0", self.router_address(number))
         for mount in container.get("volumeMounts", ()):
             if mount["mountPath"] not in SHARED:
-                text = text.replace(mount["mountPath"], str(self._volume(pod, mount["name"], container)))
+                text = text.replace(mount["mountPath"], str(self._volume(pod, number, mount["name"], container)))
         return text
 
-    def _volume(self, pod: str, name: str, container: Object) -> Path:
+    def _volume(self, pod: str, number: int, name: str, container: Object) -> Path:
         """The folder of a volume; files of a ConfigMap or Secret are links into `..data`, as a kubelet makes them."""
         (volume,) = [found for found in self.pod(pod).spec["volumes"] if found["name"] == name]
         claim = volume.get("persistentVolumeClaim")
-        folder = self.folder / (f"claim-{claim['claimName']}" if claim else f"{pod}-{name}")
+        folder = self.folder / (f"claim-{claim['claimName']}" if claim else f"{pod}-{number}-{name}")
         if folder.exists():
             return folder
         folder.mkdir()
-        source = volume.get("configMap") or volume.get("secret")
-        if source:
-            content = folder / "..2026_01_01"
-            content.mkdir()
-            data = self._data[source.get("name") or source["secretName"]]
-            for item in source["items"]:
-                (content / item["path"]).write_text(self._localized(data[item["key"]], pod, container))
-                # A kubelet's files belong to root and the pod's group; these belong to the user of the processes.
-                (content / item["path"]).chmod(source.get("defaultMode", 0o644) & 0o700)
-                (folder / item["path"]).symlink_to(Path("..data", item["path"]))
-            (folder / "..data").symlink_to(content.name)
+        if source := volume.get("configMap") or volume.get("secret"):
+            self._mounted[folder] = pod, number, container, source
+            self._write(folder)
         return folder
+
+    def _update_volumes(self) -> None:
+        for folder in self._mounted:
+            self._write(folder)
+
+    def _write(self, folder: Path) -> None:
+        """The files of a volume in a new folder, to which a link is moved."""
+        pod, number, container, source = self._mounted[folder]
+        self._versions += 1
+        content = folder / f"..{self._versions}"
+        content.mkdir()
+        data = self._data[source.get("name") or source["secretName"]]
+        for item in source["items"]:
+            file = content / item["path"]
+            file.write_text(self._localized(data[item["key"]], pod, number, container))
+            # A kubelet's files belong to root and the pod's group; these belong to the user of the processes.
+            file.chmod(source.get("defaultMode", 0o644) & 0o700)
+            with contextlib.suppress(FileExistsError):
+                (folder / item["path"]).symlink_to(Path("..data", item["path"]))
+        link = folder / "..new"
+        link.symlink_to(content.name)
+        link.replace(folder / "..data")
 
     def _referred(self, source: Object) -> str:
         reference = source["secretKeyRef"]
         return self._data[reference["name"]][reference["key"]]
+
+
+def _kill(processes: "list[subprocess.Popen[bytes]]") -> None:
+    found: list[psutil.Process] = []
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+    for each in found:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.kill()
+    for process in processes:
+        process.wait()
 
 
 def _data(found: Object) -> dict[str, str]:
@@ -171,14 +263,15 @@ def _data(found: Object) -> dict[str, str]:
     return {**data, **(found.get("stringData") or {})}
 
 
-def _flags(group: Object, *, shift: bool) -> list[str]:
-    """`rayStartParams` as KubeRay writes them, and the memory of the container's limit."""
+def _flags(group: Object, worker: int | None) -> list[str]:
+    """`rayStartParams` as KubeRay writes them, and the memory of the container's limit. worker: its number."""
     parameters: dict[str, str] = dict(group["rayStartParams"])
-    if shift:
-        parameters |= {key: str(int(parameters[key]) + WORKER_SHIFT) for key in PORTS}
-        parameters["min-worker-port"] = str(FIRST_WORKER_PORT)
-    else:
+    if worker is None:
         parameters["max-worker-port"] = str(FIRST_WORKER_PORT - 1)
+    else:
+        parameters |= {key: str(int(parameters[key]) + WORKER_SHIFT * (worker + 1)) for key in PORTS}
+        first = FIRST_WORKER_PORT + worker * WORKER_PORTS
+        parameters |= {"min-worker-port": str(first), "max-worker-port": str(first + WORKER_PORTS - 1)}
     limit = group["template"]["spec"]["containers"][0]["resources"]["limits"]["memory"]
     memory = int(limit.removesuffix("Gi")) << 30
     return [f"--memory={memory}", *(f"--{key}={value}" for key, value in parameters.items())]

@@ -1,0 +1,199 @@
+"""What a rendered release survives: two routers, two workers, and what a cluster does to them, under steady load."""
+
+import copy
+import json
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from support.e2e.headrace_process import eventually
+from support.helm.chart import Object, changed, named
+from support.helm.clients import Clients
+from support.helm.processes import Release, has_namespaces
+from support.integration.tiny_llama import save_tiny_llama
+
+pytestmark = pytest.mark.skipif(not has_namespaces(), reason="this machine lets no process make a mount namespace")
+SECONDS = 120
+HEAD, CONTROLLER, WORKER, ROUTER = (
+    ("head", "ray-head"),
+    ("head", "controller"),
+    ("worker-serving", "ray-worker"),
+    ("router", "router"),
+)
+MODEL: dict[str, Any] = {
+    "source": "/models/tiny",
+    "name": "tiny",
+    "replicas": 2,
+    "cpu_share": 3,
+    "cpu_threads": 1,
+    "node_labels": {"headrace.dev/group": "serving"},
+}
+
+
+def _objects(workers: int = 2, **model: Any) -> tuple[Object, ...]:
+    return changed(
+        models__existingClaim="models",
+        spec__models=[MODEL | model],
+        spec__limits={"request_seconds": 60},
+        workers__serving={"replicas": workers, "drainSeconds": 60},
+    )
+
+
+@pytest.fixture(scope="module")
+def release() -> Iterator[Release]:
+    """All containers on a read-only root; ready."""
+    with tempfile.TemporaryDirectory(prefix="release-") as folder:
+        made = Release(_objects(), Path(folder))
+        save_tiny_llama(Path(folder) / "claim-models" / "tiny")
+        try:
+            made.start(*HEAD)
+            eventually(lambda: _head_answers(made), SECONDS, "Ray's head")
+            made.start(*CONTROLLER)
+            for number in (0, 1):
+                made.start(*WORKER, number)
+                made.start(*ROUTER, number)
+            eventually(lambda: _settled(made), SECONDS, "two ready replicas")
+            yield made
+        except BaseException:
+            print(made.log(*CONTROLLER)[-3000:])
+            raise
+        finally:
+            made.close()
+
+
+def _head_answers(release: Release) -> bool:
+    try:
+        url = f"http://{release.address}:52365/api/healthz"
+        return httpx.get(url, timeout=5, trust_env=False).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def _status(release: Release) -> dict[str, Any]:
+    """Empty while the controller does not answer. It starts again when it has ended, as with a kubelet."""
+    if not release.running(*CONTROLLER):
+        release.start(*CONTROLLER)
+    result = release.run(*CONTROLLER, ["headrace", "status", "--json"])
+    found: dict[str, Any] = json.loads(result.stdout) if result.returncode == 0 else {}
+    return found
+
+
+def _settled(release: Release, count: int = 2) -> bool:
+    replicas = _status(release).get("replicas", [])
+    good = [r for r in replicas if r["state"] == "ready" and r["connected"] and not (r["beside"] or r["outdated"])]
+    return len(good) == len(replicas) == count
+
+
+def _await_settled(release: Release, count: int = 2) -> None:
+    try:
+        eventually(lambda: _settled(release, count), SECONDS)
+    except AssertionError:
+        print(json.dumps(_status(release), indent=1), release.log(*CONTROLLER)[-3000:])
+        raise
+
+
+def _with_text(objects: tuple[Object, ...], old: str, new: str) -> tuple[Object, ...]:
+    """With another text in the spec of the cluster, as by `kubectl edit`."""
+    found = copy.deepcopy(objects)
+    data = named(found, "ConfigMap")["data"]
+    assert old in data["cluster.yaml"]
+    data["cluster.yaml"] = data["cluster.yaml"].replace(old, new)
+    return found
+
+
+def _builds(release: Release) -> list[tuple[str, int, int]]:
+    return [(r["id"], r["generation"], r["ranks"][0]["pid"]) for r in _status(release)["replicas"]]
+
+
+def test_a_killed_controller_changes_nothing(release: Release) -> None:
+    before = _builds(release)
+    with Clients(release, "controller killed"):
+        release.kill(*CONTROLLER)
+        time.sleep(5)
+        _await_settled(release)
+    assert _builds(release) == before
+
+
+def test_a_new_spec_is_rolled_out_and_a_wrong_one_is_refused(release: Release) -> None:
+    before = _builds(release)
+    with Clients(release, "ConfigMap with another max_num_seqs"):
+        release.apply(_objects(max_num_seqs=6))
+        eventually(lambda: [b[1] for b in _builds(release)] == [b[1] + 1 for b in before], SECONDS)
+        _await_settled(release)
+    rolled = _builds(release)
+    with Clients(release, "ConfigMap with an unknown key"):
+        release.apply(_with_text(_objects(max_num_seqs=6), "max_num_seqs: 6", "max_num_sequences: 6"))
+        eventually(lambda: any("is not used" in each for each in _status(release)["problems"]), SECONDS)
+        time.sleep(5)
+    assert _builds(release) == rolled
+    with Clients(release, "ConfigMap with a folder that is not there"):
+        release.apply(_objects(max_num_seqs=6, source="/models/none"))
+        eventually(lambda: any(r["roll_failed"] for r in _status(release)["replicas"]), SECONDS)
+        time.sleep(5)
+    assert [_builds(release)[0][2], _builds(release)[1][2]] == [build[2] for build in rolled]
+    release.apply(_objects(max_num_seqs=6))
+    _await_settled(release)
+    assert _builds(release) == rolled
+
+
+def test_a_model_is_scaled_down_and_up(release: Release) -> None:
+    with Clients(release, "scaled to one replica, and back to two"):
+        release.apply(_objects(max_num_seqs=6, replicas=1))
+        _await_settled(release, 1)
+        release.apply(_objects(max_num_seqs=6))
+        _await_settled(release)
+
+
+def test_the_secret_of_the_cluster_is_replaced(release: Release) -> None:
+    before, old = _builds(release), release.secret("cluster-secret")
+    new = "another secret of the cluster, " + "x" * 33
+    with Clients(release, "Secret replaced, in two steps"):
+        release.replace_secret("cluster-secret", f"{new}\n{old}")
+        time.sleep(10)
+        release.replace_secret("cluster-secret", new)
+        time.sleep(10)
+        release.kill(*CONTROLLER)
+        _await_settled(release)
+    assert _builds(release) == before
+
+
+def test_a_router_that_ends_fails_no_request(release: Release) -> None:
+    grace = release.pod("router").spec["terminationGracePeriodSeconds"]
+    with Clients(release, "one of two routers ends"):
+        assert release.terminate(*ROUTER, grace, 1) == 0
+        release.start(*ROUTER, 1)
+        time.sleep(15)
+
+
+def test_a_worker_that_ends_fails_no_stream(release: Release) -> None:
+    """Its replica drains, and is built again on the next pod."""
+    with Clients(release, "a worker ends under streams", per_second=10, tokens=48):
+        time.sleep(2)
+        began = time.monotonic()
+        status = release.terminate(*WORKER, 60, 1)
+        print(f"the worker ended with {status} after {time.monotonic() - began:.0f} s")
+        release.start(*WORKER, 1)
+        _await_settled(release)
+
+
+@pytest.mark.parametrize("moves", [False, True], ids=["the same address", "another address"])
+def test_the_head_is_lost_and_comes_back(release: Release, moves: bool) -> None:
+    before = _builds(release)
+    with Clients(release, "head lost for 30 s" + ", another address" * moves):
+        release.kill(*CONTROLLER)
+        release.kill(*HEAD)
+        time.sleep(30)
+        for path in Path("/tmp/ray").glob("ray_current_cluster"):  # in a pod the next head sees its own processes only
+            path.unlink()
+        if moves:
+            release.move_head("127.0.0.200")
+        release.start(*HEAD)
+        eventually(lambda: _head_answers(release), SECONDS, "Ray's head")
+        release.start(*CONTROLLER)
+        _await_settled(release)
+    assert _builds(release) == before
