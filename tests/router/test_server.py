@@ -74,7 +74,8 @@ def test_members_come_from_the_controller_and_stay_while_it_is_unreachable(
     info = controller.routers[0]
     assert info.id == "router-x" and info.pid == os.getpid() and info.http.endswith(str(harness.router.http_port))
     with harness.client() as client:
-        assert client.get("/health").status_code == 503
+        eventually(lambda: client.get("/health/accepting").status_code == 200)
+        assert client.get("/health").status_code == 503, "no replica serves"
         harness.call(replica.start())
         harness.replicas.append(replica)
 

@@ -150,7 +150,7 @@ class RouterGroup:
         abort: polled meanwhile; true ends requests in flight with an error.
         """
         self._signal(signal.SIGTERM)
-        deadline = time.monotonic() + self._routers.shutdown_seconds + MARGIN_SECONDS
+        deadline = time.monotonic() + self._routers.stop_seconds + MARGIN_SECONDS
         while self._running and time.monotonic() < deadline:
             if abort():
                 self.abort_requests(ABORT_SECONDS)

@@ -187,7 +187,7 @@ class Serve:
             show_ready(self._record.state, cluster.view, self._spec, time.monotonic() - self._began)
             cluster.watch(self._signals.requested)
         count = cluster.view.in_flight if cluster.view is not None else 0
-        limit = f"; {counted(count, 'request')} in flight: up to {self._spec.routers.shutdown_seconds:g} s to finish"
+        limit = f"; {counted(count, 'request')} in flight: up to {self._spec.routers.stop_seconds:g} s to finish"
         show_message(f"stopping{limit if count else ''}; once more to stop at once")
 
     def _open_logs(self, admin_port: int) -> Path:

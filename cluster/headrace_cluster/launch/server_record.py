@@ -33,7 +33,7 @@ class ServerRecord:
             starting=True,
             tls_cert=str(spec.tls.cert or ""),
             detaches=detaches,
-            shutdown_seconds=spec.routers.shutdown_seconds,
+            shutdown_seconds=spec.routers.stop_seconds,
             **self._admin(spec.admin.port),
             **(self._public(spec.routers.port, spec.routers.grpc_port) if with_router else {}),
         )

@@ -59,6 +59,11 @@ class RoutersSpec(Section, RouterSettings):
         default="warning", description="lowest level of a router's lines on the terminal; its file starts at info"
     )
 
+    @property
+    def stop_seconds(self) -> float:
+        """How long a router that stops may serve."""
+        return self.leave_seconds + self.shutdown_seconds
+
 
 class AdminSpec(Section):
     """The admin API: status, stop, and changes. Always needs a key."""
