@@ -75,6 +75,19 @@ def test_role(scripted: Callable[[Responses], ScriptedAdmin]) -> None:
     assert json.loads(_run(admin, "role", "m-1", "decode", "--json").stdout) == document
 
 
+def test_status_waits_until_every_replica_is_ready_as_it_is_wanted(
+    scripted: Callable[[Responses], ScriptedAdmin],
+) -> None:
+    ready = _entry("m-0", generation=2)
+    states = [[ready, _entry("m-1", "pending", 2)], [ready, _entry("m-1")], [ready, _entry("m-1", generation=2)]]
+    admin = scripted({"/status": _polls(*states)})
+    done = _run(admin, "status", "--wait", "--json")
+    assert done.returncode == 0 and json.loads(done.stdout)["replicas"] == states[-1]
+    assert done.stderr.splitlines()[-1] == "headrace: 2 of 2 ready"
+    failed = scripted({"/status": _polls([ready, _entry("m-1", "dead", roll_failed="no such file")])})
+    assert _run(failed, "status", "--wait").returncode == 1
+
+
 def test_drain_shows_its_progress(scripted: Callable[[Responses], ScriptedAdmin]) -> None:
     begun = (200, {"id": "m-1", "generation": 1, "seconds": 3.5})
     states = [_status("ready", running=2), _status("draining", running=2), _status("draining", running=1)]

@@ -121,7 +121,7 @@ def rollout(
     begun = _begin(client, "/rollout", **body, settings=_settings(set_ or []) or None)
     for name in begun["drained"]:
         show_message(f"{name} is drained: it is not rolled")
-    _await_all(client, lambda entry: entry["id"] in begun["replicas"], "rolled", begun["seconds"])
+    await_all(client, lambda entry: entry["id"] in begun["replicas"], "rolled", begun["seconds"])
 
 
 @app.command()
@@ -137,7 +137,7 @@ def scale(
     """
     client = AdminClient(choice)
     begun = _begin(client, "/scale", pool=pool, replicas=replicas)
-    _await_all(client, lambda entry: entry["model"] in begun["models"], "ready")
+    await_all(client, lambda entry: entry["model"] in begun["models"], "ready")
 
 
 @app.command()
@@ -159,7 +159,7 @@ def apply(
     if not begun["changes"]:
         show_message("nothing changes")
     if not dry_run:
-        _await_all(client, lambda entry: entry["model"] in begun["models"], "ready")
+        await_all(client, lambda entry: entry["model"] in begun["models"], "ready")
 
 
 def _settings(given: Sequence[str]) -> dict[str, Any]:
@@ -202,8 +202,11 @@ def _await_one(
         print(json.dumps(finished[replica], indent=2))
 
 
-def _await_all(client: AdminClient, chosen: Callable[[Entry], bool], done: str, seconds: float = 0.0) -> None:
-    """Exits with 1 where a replica does not become what is wanted. seconds: for its requests in flight."""
+def await_all(client: AdminClient, chosen: Callable[[Entry], bool], done: str, seconds: float = 0.0) -> None:
+    """Shows the chosen replicas until each of them is as it is wanted; exits with 1 where one does not become so.
+
+    done: the word for one that is. seconds: for its requests in flight.
+    """
     finished, problems = _wait(client, chosen, _is_settled, done, START_SECONDS + seconds + STOP_SECONDS)
     show_message(f"{len(finished)} of {len(finished) + len(problems)} {done}")
     for name, problem in problems.items():

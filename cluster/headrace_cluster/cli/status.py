@@ -8,6 +8,7 @@ import typer
 
 from headrace_cluster.cli import options as o
 from headrace_cluster.cli.admin_client import AdminClient
+from headrace_cluster.cli.replicas import await_all
 from headrace_cluster.cli.servers import ServerChoice
 from headrace_proto.quantities import counted
 
@@ -32,9 +33,15 @@ app = typer.Typer(rich_markup_mode=None)
 
 @app.command()
 @o.takes_server(named=True)
-def status(choice: ServerChoice, json_: o.AsJson = False) -> None:
+def status(
+    choice: ServerChoice,
+    json_: o.AsJson = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Until every replica is ready as it is wanted.")] = False,
+) -> None:
     """Show replicas and routers of a running cluster."""
     client = AdminClient(choice)
+    if wait:
+        await_all(client, lambda entry: True, "ready")
     document = client.call("GET", "/status")
     if json_:
         print(json.dumps(document, indent=2))
