@@ -2,6 +2,8 @@
 
 import copy
 import json
+import os
+import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
@@ -9,22 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from support.e2e.headrace_process import eventually
-from support.helm.chart import Object, changed, named
+from support.helm.chart import ROOT, Object, changed, named
 from support.helm.clients import Clients
+from support.helm.kubectl import CONTROLLER, HEAD, WORKER, Kubectl
 from support.helm.processes import Release, has_namespaces
 from support.integration.tiny_llama import save_tiny_llama
 
 pytestmark = pytest.mark.skipif(not has_namespaces(), reason="this machine lets no process make a mount namespace")
 SECONDS = 120
-HEAD, CONTROLLER, WORKER, ROUTER = (
-    ("head", "ray-head"),
-    ("head", "controller"),
-    ("worker-serving", "ray-worker"),
-    ("router", "router"),
-)
+ROUTER = ("router", "router")
 MODEL: dict[str, Any] = {
     "source": "/models/tiny",
     "name": "tiny",
@@ -35,8 +34,9 @@ MODEL: dict[str, Any] = {
 }
 
 
-def _objects(workers: int = 2, **model: Any) -> tuple[Object, ...]:
+def _objects(workers: int = 2, tag: str = "", **model: Any) -> tuple[Object, ...]:
     return changed(
+        image={"tag": tag},
         models__existingClaim="models",
         spec__models=[MODEL | model],
         spec__limits={"request_seconds": 60},
@@ -66,12 +66,15 @@ def release() -> Iterator[Release]:
             made.close()
 
 
-def _head_answers(release: Release) -> bool:
+def _answers(url: str) -> bool:
     try:
-        url = f"http://{release.address}:52365/api/healthz"
         return httpx.get(url, timeout=5, trust_env=False).status_code == 200
     except httpx.TransportError:
         return False
+
+
+def _head_answers(release: Release) -> bool:
+    return _answers(f"http://{release.address}:52365/api/healthz")
 
 
 def _status(release: Release) -> dict[str, Any]:
@@ -197,3 +200,55 @@ def test_the_head_is_lost_and_comes_back(release: Release, moves: bool) -> None:
         release.start(*CONTROLLER)
         _await_settled(release)
     assert _builds(release) == before
+
+
+def _runbook(heading: str) -> str:
+    """The commands below a heading of the page on operations."""
+    text = (ROOT / "docs" / "operations.md").read_text().partition(f"\n## {heading}\n")[2]
+    return text.partition("```sh\n")[2].partition("```")[0]
+
+
+def test_another_image_by_the_commands_of_the_runbook(release: Release) -> None:
+    """Two replicas on three pods; the routers are replaced, too."""
+    release.apply(_objects(workers=3))
+    release.start(*WORKER, 2)
+    _await_settled(release)
+    before = {build[0]: build[1:] for build in _builds(release)}
+
+    def upgrade(tag: str) -> None:
+        release.use_image("9.9")
+        old = _templates(release)
+        release.apply(_objects(workers=3, tag=tag))
+        assert not old & _templates(release), "pods of the old image can be told from those of the new one"
+        for number in (0, 1):
+            assert release.terminate(*ROUTER, 90, number) == 0
+            release.start(*ROUTER, number)
+            url = f"http://{release.router_address(number)}:8003/health/accepting"
+            eventually(lambda url=url: _answers(url), SECONDS, "the next router")
+
+    commands = _runbook("Replace the pods")
+    with (
+        Kubectl(release, 3, upgrade, lambda: _head_answers(release) and bool(_status(release))) as kubectl,
+        Clients(release, "another image, pods deleted one by one"),
+    ):
+        done = subprocess.run(
+            ["bash", "-c", commands],
+            cwd=ROOT,
+            env=os.environ | {"PATH": kubectl.path},
+            capture_output=True,
+            text=True,
+            timeout=900,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert len(kubectl.deleted) == 4 and kubectl.deleted[-1].endswith("head")
+    _await_settled(release)
+    for name, generation, pid in _builds(release):
+        assert generation > before[name][0] and pid != before[name][1]
+        assert "image-9.9" in psutil.Process(pid).environ()["PYTHONPATH"]
+
+
+def _templates(release: Release) -> set[str]:
+    spec = release.cluster["spec"]
+    groups = [spec["headGroupSpec"], *spec["workerGroupSpecs"]]
+    return {group["template"]["metadata"]["annotations"]["headrace.dev/template"] for group in groups}

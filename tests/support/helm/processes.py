@@ -58,6 +58,7 @@ class Release:
     _running: dict[tuple[str, int, str], "subprocess.Popen[bytes]"] = field(default_factory=dict)
     _mounted: dict[Path, tuple[str, int, Object, Object]] = field(default_factory=dict)  # pod, container, volume
     _versions: int = 0  # of files in volumes
+    _image: dict[str, str] = field(default_factory=dict)  # variables of the containers that start from now on
 
     def __post_init__(self) -> None:
         self.name = named(self.objects, "RayCluster")["metadata"]["name"]
@@ -91,6 +92,14 @@ class Release:
         names = (f"{self.name}-control", f"{self.name}-admin", f"{self.name}-head-svc")
         text = "127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for name in names) + f"127.0.0.1 {self.name}\n"
         (self.folder / "hosts").write_text(text)  # in place: it is mounted
+
+    def use_image(self, version: str) -> None:
+        """Containers that start from now on have the package in this version, by its name alone."""
+        folder = self.folder / f"image-{version}"
+        (folder / f"headrace-{version}.dist-info").mkdir(parents=True)
+        metadata = f"Metadata-Version: 2.1\nName: headrace\nVersion: {version}\n"
+        (folder / f"headrace-{version}.dist-info" / "METADATA").write_text(metadata)
+        self._image = {"PYTHONPATH": str(folder)}
 
     def pod(self, name: str) -> Pod:
         (found,) = [pod for pod in pods(self.objects) if pod.name == name]
@@ -143,7 +152,7 @@ class Release:
     def environment(self, pod: str, container: str, number: int = 0) -> dict[str, str]:
         """Nothing of this process's own but the folder of its programs, which the images have on PATH."""
         found = self._container(pod, container)
-        variables = {"PATH": f"{Path(sys.executable).parent}:/usr/sbin:/usr/bin:/sbin:/bin", **INJECTED}
+        variables = {"PATH": f"{Path(sys.executable).parent}:/usr/sbin:/usr/bin:/sbin:/bin", **INJECTED, **self._image}
         for entry in found.get("env", ()):
             variables[entry["name"]] = str(entry["value"]) if "value" in entry else self._referred(entry["valueFrom"])
         if container.startswith("ray-"):
