@@ -161,15 +161,20 @@ class RouterServer:
     def begin_stop(self) -> None:
         """Not ready from now on. New requests are refused with an error until `stop` closes the ports.
 
-        With `leave_seconds` they are served for that long, and each connection is closed after its next answer. On
-        shared ports this router gives up its share of them: other routers get the next connections, and what comes on
+        With `leave_seconds` they are served for that long, and each connection is closed after its next answer. Then,
+        and on shared ports at once, this router gives up its ports: others get the next connections, and what comes on
         connections that are open is served.
         """
-        if self.config.share_port or self.config.leave_seconds:
+        if self._leaves:
             self.services.admission.leave()
         else:
             self.services.admission.close()
         self._was_ready.set()  # `start` may wait for it
+
+    @property
+    def _leaves(self) -> bool:
+        """Whether others get the next requests when this router stops."""
+        return self.config.share_port or self.config.leave_seconds > 0
 
     def end_requests(self) -> None:
         """Ends requests in flight with an error now, instead of after `shutdown_seconds`."""
@@ -184,16 +189,16 @@ class RouterServer:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.config.leave_seconds):
                     await self._hurried.wait()
-        if not self.config.share_port:
-            self.services.admission.close()
-        else:
+        if self._leaves:
             if self._http is not None:
                 await self._http.stop_listening()
             stopping = asyncio.create_task(self._grpc.stop(self.config.shutdown_seconds))  # no further calls
             self._tasks.append(stopping)
+        else:
+            self.services.admission.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.config.shutdown_seconds):
-                if self.config.share_port and self._http is not None:  # a client may be sending its next request
+                if self._leaves and self._http is not None:  # a client may be sending its next request
                     await self._http.quiet(LAST_REQUEST_SECONDS)
                 await self.services.admission.drained()
         self.end_requests()

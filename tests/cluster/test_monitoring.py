@@ -2,8 +2,8 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
-import httpx
 import pytest
 from starlette.testclient import TestClient
 
@@ -18,11 +18,13 @@ from support.cluster.fake_loop import controlled
 KEY = {"authorization": "Bearer a key of metrics"}
 
 
-async def _pages(driver: FakeDriver) -> dict[str, httpx.Response]:
+async def _pages(driver: FakeDriver) -> dict[str, Any]:
     async with controlled(driver, replicas=2) as made:
         await made.loop.until(lambda: made.planner.ready)
         await made.loop._look()
-        app = monitoring_app(made.loop, made.membership, lambda: ["a problem"], lambda: [b"a key of metrics"])
+        app = monitoring_app(
+            made.loop, made.membership, lambda: ["a problem"], lambda given: given == b"Bearer a key of metrics"
+        )
         client = TestClient(app)
         pages = {path: client.get(path, headers=KEY) for path in ("/health", "/health/live", "/metrics")}
         pages["without a key"] = client.get("/metrics")

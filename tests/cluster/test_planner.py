@@ -355,10 +355,13 @@ def test_a_lost_controller_leaves_a_replacement_to_the_next_one() -> None:
         assert len(bench.groups) == 1 and SendSecret(FIRST, 0) in bench.done
 
 
+@pytest.mark.parametrize("drain_seconds", [5, 600])
 @pytest.mark.parametrize("room", [10, 2])
-def test_a_node_that_ray_drains_is_left_in_time(room: int) -> None:
+def test_a_node_that_ray_drains_is_left_in_time(room: int, drain_seconds: float) -> None:
     """All replicas on it at once, the new builds first; without a place for them, shortly before it ends."""
     bench = Bench(room=room, replicas=2)
+    bench.spec = parse_spec({"models": [{"replicas": 2}], "health": {"drain_seconds": drain_seconds}})
+    bench.control()
     bench.run()
     bench.requests = {FIRST: 1, OTHER: 1}
     bench.draining = {"here": bench.now + 60}

@@ -7,6 +7,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -224,7 +225,7 @@ def test_another_image_by_the_commands_of_the_runbook(release: Release) -> None:
             assert release.terminate(*ROUTER, 90, number) == 0
             release.start(*ROUTER, number)
             url = f"http://{release.router_address(number)}:8003/health/accepting"
-            eventually(lambda url=url: _answers(url), SECONDS, "the next router")
+            eventually(partial(_answers, url), SECONDS, "the next router")
 
     commands = _runbook("Replace the pods")
     with (

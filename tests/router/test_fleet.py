@@ -105,6 +105,24 @@ REQUEST = ChoiceRequest("label", "m", "x", b"", [1, 2, 3], Sampling(max_tokens=4
 IDLE: dict[str, Any] = {}
 
 
+def test_a_fleet_is_joined_once_a_replica_that_serves_elsewhere_is_ready_here() -> None:
+    cluster = Cluster()
+    assert not cluster.fleet.joined, "no list of a controller"
+    cluster.fleet.update(MemberList(epoch=b"e", version=1))
+    assert cluster.fleet.joined, "no replica serves anywhere"
+    later = Cluster()
+    identity = ReplicaIdentity(replica_id="r0", model="m", revision="x", generation=1)
+    member = Member(identity=identity, state=REPLICA_STATE_READY)
+    later.fleet.update(MemberList(epoch=b"e", version=1, members=[member]))
+    assert not later.fleet.joined, "the controller knows it by name only"
+    member.address = "a0"
+    later.fleet.update(MemberList(epoch=b"e", version=2, members=[member]))
+    later.run(STEP, r0=IDLE)
+    assert later.fleet.joined
+    later.links[0].state.disconnect()
+    assert later.fleet.joined and not later.fleet.ready, "clients get 503 when all are lost"
+
+
 def test_a_stall_is_counted_by_the_clock_and_not_by_calls() -> None:
     """Ended attempts call `sweep`; four of them in one turn of the event loop moved a healthy replica's streams."""
     cluster = Cluster("x", "x")

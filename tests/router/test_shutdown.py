@@ -88,16 +88,24 @@ def test_a_router_that_leaves_serves_first_and_closes_each_connection_after_its_
     stopped.result(10)
 
 
-def test_requests_are_refused_once_a_router_has_left(harness: Any, make_replica: Any, pool: ThreadPoolExecutor) -> None:
-    harness.start([make_replica(token_seconds=0.02)], leave_seconds=0.01, shutdown_seconds=20.0)
+def test_a_router_that_has_left_takes_no_connections_and_serves_those_that_are_open(
+    harness: Any, make_replica: Any, eventually: Any, pool: ThreadPoolExecutor
+) -> None:
+    """While one stream is long, the next request of an idle connection is served, and gRPC's clients are told to go."""
+    harness.start([make_replica(token_seconds=0.05)], leave_seconds=0.01, shutdown_seconds=60.0)
     running = pool.submit(_stream, harness)
-    while not harness.router.services.admission.running:
-        time.sleep(0.01)
-    stopped = _stop(harness)
-    with harness.client() as client:
-        while (refused := client.post("/v1/completions", json=BODY | {"max_tokens": 1})).status_code == 200:
-            time.sleep(0.01)
-    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    _in_flight(harness, eventually)
+    with harness.client() as idle:
+        idle.get("/health/live")
+        stopped = _stop(harness)
+
+        def closed() -> bool:
+            with socket.socket() as probe:
+                return probe.connect_ex(("127.0.0.1", harness.router.http_port)) != 0
+
+        eventually(closed)
+        served = idle.post("/v1/completions", json=BODY | {"max_tokens": 1})
+        assert (served.status_code, served.headers["connection"]) == (200, "close")
     assert running.result(15)[1] == "data: [DONE]"
     stopped.result(5)
 

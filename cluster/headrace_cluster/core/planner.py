@@ -31,6 +31,7 @@ PLACE_SECONDS = 5.0  # to place a second build of a replica: waiting longer free
 CONNECT_SECONDS = 60.0  # for every router to connect to a build that is ready; a lost one counts for 40 s
 STABLE_SECONDS = 0.5  # that every router must be connected to the next build before the old one drains
 NODE_SECONDS = 3.0  # before Ray ends a node, for requests to move from it
+LAST_SECONDS = 5.0  # before that, for requests in flight of a build without a successor; it serves until then
 FAILURE_WINDOW_SECONDS = 300.0
 CRASH_LOOP_FAILURES = 3
 BACKOFF_LIMIT_SECONDS = 60.0
@@ -284,6 +285,8 @@ class Planner:
             build.ranks = ranks.get(name, set())
             left = [seen.draining[r.node] for r in build.reports.values() if r.node in seen.draining]
             build.node_ends_at = now + min(left) if left else None
+            if build.leave_until is not None:  # there may be less time now
+                self.leave(build, build.leave_until - now, now)
             if name not in seen.groups and not build.ranks:
                 self._gone(build, now)
             elif name not in seen.groups or (not build.ranks and (build.filled or not build.made_here)):
@@ -409,7 +412,7 @@ class Planner:
         """What still runs on a node shortly before Ray ends it moves to other replicas."""
         for build in staying:
             at = build.node_ends_at
-            if at is not None and now >= at - wanted.drain_seconds - NODE_SECONDS:
+            if at is not None and now >= at - min(wanted.drain_seconds, LAST_SECONDS) - NODE_SECONDS:
                 self.leave(build, wanted.drain_seconds, now)
 
     @staticmethod
@@ -539,7 +542,12 @@ class Planner:
         )
 
     def leave(self, build: Build, seconds: float, now: float) -> None:
-        """It is to end: requests in flight have some seconds, if it serves. A second call may shorten them."""
+        """It is to end: requests in flight have some seconds, if it serves and its node lasts.
+
+        A second call may shorten them.
+        """
+        if build.node_ends_at is not None:
+            seconds = max(0.0, min(seconds, build.node_ends_at - now - NODE_SECONDS))
         if build.leave_until is not None:
             build.leave_until = min(build.leave_until, now + seconds)
         if build.leaving:

@@ -20,7 +20,7 @@ from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_cluster.spec.model_spec import ModelSpec, Pool
 from headrace_proto.cluster_member import SecretFile
 from headrace_proto.errors import HeadraceError
-from headrace_router.access.auth import check_exposure, check_metrics_exposure
+from headrace_router.access.auth import AuthConfig, check_exposure, check_metrics_exposure
 from headrace_router.access.tls_files import check_tls_files, load_tls_files
 from headrace_worker.device.dtypes import ELEMENT_BYTES, dtype_name
 from headrace_worker.device.memory import available_cores, available_memory
@@ -73,6 +73,7 @@ def check_files(spec: ClusterSpec, *, with_router: bool) -> None:
         SecretFile(spec.control.secret_file)
     if spec.admin.key_file is not None:
         SecretFile(spec.admin.key_file, "the admin key file")
+    AuthConfig(metrics_key_file=spec.control.metrics_key_file).load_metrics()
     if with_router:
         check_exposure(spec.routers.host, spec.auth)
         check_metrics_exposure(spec.metrics_host, spec.auth, no_auth=spec.routers.metrics_no_auth)

@@ -31,7 +31,8 @@ from headrace_cluster.ray.cluster_record import ClusterRecord
 from headrace_cluster.ray.driver import RayDriver
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_proto.cluster_member import ClusterMember, SecretFile
-from headrace_router.access.auth import is_loopback
+from headrace_router.access.auth import AuthConfig, Authenticator, is_loopback
+from headrace_router.access.key_files import KeyFiles
 from headrace_router.access.tls_files import TlsFiles
 
 SPEC_SECONDS = 2.0  # between two looks at the spec file
@@ -91,8 +92,7 @@ class Controller:
         self._check = check
         self._secret_file = secret_file
         self._key_file = SecretFile(key_file, "the admin key file") if (key_file := spec.admin.key_file) else None
-        metrics_file = spec.control.metrics_key_file
-        self._metrics_file = SecretFile(metrics_file, "the metrics key file") if metrics_file else None
+        self._metrics_keys = KeyFiles(AuthConfig(metrics_key_file=spec.control.metrics_key_file))
         self._member = ClusterMember(secret_file.secret, spec.internal.tls_files)
         self._membership = Membership()
         self._calls = calls = RayCalls()
@@ -141,10 +141,9 @@ class Controller:
         self._repeat("the watch over the lease", self._watch_lease)
         self._repeat("the watch over this node", self._watch_node)
         self._repeat("the watch over the secret file", partial(self._secret_file.watch, lambda: None, log.warning))
-        for file, label in ((self._key_file, "admin"), (self._metrics_file, "metrics")):
-            if file is not None:
-                watch = partial(file.watch, lambda: None, log.warning)
-                self._repeat(f"the watch over the {label} key file", watch)
+        if self._key_file is not None:
+            watch = partial(self._key_file.watch, lambda: None, log.warning)
+            self._repeat("the watch over the admin key file", watch)
         if self._spec_file is not None:
             self._repeat("the watch over the spec file", partial(self._watch_spec, self._spec_file))
         operations = replica_operations(self._loop, self._membership, self._check)
@@ -155,8 +154,11 @@ class Controller:
             self._repeat("the watch over the TLS files", tls.watch)
         self._tasks.append(asyncio.create_task(admin_server(app, tls).serve(sockets=[admin])))
         if metrics is not None:
-            keys = lambda: self._metrics_file.secret.values if self._metrics_file is not None else ()  # noqa: E731
-            pages = monitoring_app(self._loop, self._membership, lambda: self._status()["problems"], keys)
+            access = Authenticator(self._metrics_keys.current, b"")
+            self._repeat("the watch over the metrics key file", partial(self._metrics_keys.watch, access.use))
+            pages = monitoring_app(
+                self._loop, self._membership, lambda: self._status()["problems"], access.may_read_metrics
+            )
             self._tasks.append(asyncio.create_task(admin_server(pages, tls).serve(sockets=[metrics])))
         return Opened(
             control_host=host,

@@ -45,7 +45,7 @@ class Services:
     @property
     def accepting(self) -> bool:
         """Whether requests get an answer here, if only that no replica is ready: the models are known."""
-        return not self.admission.ending and (self.fleet.listed or self.config.controller is None)
+        return not self.admission.ending and (self.fleet.joined or self.config.controller is None)
 
     @property
     def ready(self) -> bool:

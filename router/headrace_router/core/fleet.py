@@ -140,6 +140,8 @@ class Fleet(Generic[C]):
         self._models = ServedModels(started)
         self._found: tuple[int, Sequence[ServedModel]] | None = None  # with the table's descriptions of that time
         self._version: tuple[bytes, int] = (b"", 0)
+        self._serves_elsewhere = False  # a member of the last list may serve
+        self._joined = False
 
     @property
     def replicas(self) -> list[ReplicaState[C]]:
@@ -153,10 +155,14 @@ class Fleet(Generic[C]):
         self._version = members.epoch, members.version
         listed: dict[tuple[str, str, int], Member] = {}
         kept: set[tuple[str, int]] = set()  # which the controller knows by name only: it has just started
+        self._serves_elsewhere = False
         for member in members.members:
             if not member.address:
                 kept.add((member.identity.replica_id, member.identity.generation))
-            if member.state in (REPLICA_STATE_DEAD, REPLICA_STATE_STARTING) or not member.address:
+            if member.state in (REPLICA_STATE_DEAD, REPLICA_STATE_STARTING):
+                continue
+            self._serves_elsewhere = True
+            if not member.address:
                 continue
             listed[member.address, member.identity.replica_id, member.identity.generation] = member
         for key, link in self._links.items():
@@ -245,9 +251,13 @@ class Fleet(Generic[C]):
             link.state.blocks.close()
 
     @property
-    def listed(self) -> bool:
-        """Whether a controller's member list was applied, an empty one, too."""
-        return self._version[1] > 0
+    def joined(self) -> bool:
+        """Whether a member list was applied and, if replicas in it serve, one of them was ready here, once.
+
+        A new router is not to get requests that others can answer, and it cannot yet.
+        """
+        self._joined |= self._version[1] > 0 and (self.ready or not self._serves_elsewhere)
+        return self._joined
 
     @property
     def ready(self) -> bool:
