@@ -77,7 +77,7 @@ def tls_failure(address: str, error: Exception) -> CertificateError | None:
     if isinstance(error, ssl.SSLCertVerificationError):
         return CertificateError(
             f"the certificate of {address} is not accepted ({error.verify_message}); name the authority that signed it "
-            "with --ca FILE or HEADRACE_CA"
+            "in HEADRACE_CA, a file (chat: --ca FILE)"
         )
     if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
         return CertificateError(f"no TLS connection to {address} ({_reason(error)}); does this port use TLS?")

@@ -198,6 +198,11 @@ class Release:
         """The command in a mount namespace of its own."""
         return ["unshare", "-m", "sh", "-c", NAMESPACE, "sh", str(self.folder / "hosts"), str(self.folder), *command]
 
+    def agent(self, number: int) -> str:
+        """The URL at which the agent of a worker's Ray tells its health."""
+        port = int(self.cluster["spec"]["workerGroupSpecs"][0]["rayStartParams"]["dashboard-agent-listen-port"])
+        return f"http://127.0.0.{2 + number}:{port + WORKER_SHIFT * (number + 1)}/api/healthz"
+
     def router_address(self, number: int) -> str:
         """Where this router listens."""
         return f"127.0.0.{20 * number + 1}"
@@ -238,7 +243,8 @@ class Release:
         data = self._data[source.get("name") or source["secretName"]]
         for item in source["items"]:
             file = content / item["path"]
-            file.write_text(self._localized(data[item["key"]], pod, number, container))
+            text = self._localized(data[item["key"]], pod, number, container)
+            file.write_text(self._with_models(text))
             # A kubelet's files belong to root and the pod's group; these belong to the user of the processes.
             file.chmod(source.get("defaultMode", 0o644) & 0o700)
             with contextlib.suppress(FileExistsError):
@@ -246,6 +252,16 @@ class Release:
         link = folder / "..new"
         link.symlink_to(content.name)
         link.replace(folder / "..data")
+
+    def _with_models(self, text: str) -> str:
+        """A spec with the folders of claims that workers mount: a model's path is one in a worker."""
+        for pod in pods(self.objects):
+            for container in pod.containers if pod.name.startswith("worker-") else ():
+                for mount in container["volumeMounts"]:
+                    folder = self._volume(pod.name, 0, mount["name"], container)
+                    if folder.name.startswith("claim-"):
+                        text = text.replace(mount["mountPath"], str(folder))
+        return text
 
     def _referred(self, source: Object) -> str:
         reference = source["secretKeyRef"]
