@@ -109,7 +109,9 @@ def _with_text(objects: tuple[Object, ...], old: str, new: str) -> tuple[Object,
 
 
 def _builds(release: Release) -> list[tuple[str, int, int]]:
-    return [(r["id"], r["generation"], r["ranks"][0]["pid"]) for r in _status(release)["replicas"]]
+    """Name, generation and process of each replica; no process while it waits for a place."""
+    replicas = _status(release)["replicas"]
+    return [(r["id"], r["generation"], r["ranks"][0]["pid"] if r["ranks"] else 0) for r in replicas]
 
 
 def test_a_killed_controller_changes_nothing(release: Release) -> None:
@@ -125,7 +127,7 @@ def test_a_new_spec_is_rolled_out_and_a_wrong_one_is_refused(release: Release) -
     before = _builds(release)
     with Clients(release, "ConfigMap with another max_num_seqs"):
         release.apply(_objects(max_num_seqs=6))
-        eventually(lambda: [b[1] for b in _builds(release)] == [b[1] + 1 for b in before], SECONDS)
+        eventually(lambda: all(now[1] > was[1] for now, was in zip(_builds(release), before, strict=True)), SECONDS)
         _await_settled(release)
     rolled = _builds(release)
     with Clients(release, "ConfigMap with an unknown key"):

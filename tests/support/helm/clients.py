@@ -123,7 +123,7 @@ class Clients:
         while not self._over.is_set():
             address = self._router()
             async with aiohttp.ClientSession(connector=connector(limit=1), headers=headers) as session:
-                while address and await self._ask(session, address) and not self._over.is_set():
+                while address and await self._ask(session, address) and not self._over.is_set():  # noqa: ASYNC110
                     await asyncio.sleep(0.2)
             await asyncio.sleep(0.2)
 

@@ -156,7 +156,10 @@ class Kubectl:
         return sum(self._release.run(*WORKER, command, n).returncode == 0 for n in numbers)
 
     def _head_is_ready(self) -> bool:
-        """By the readiness probes of its containers."""
+        """By the readiness probes of its containers, which a kubelet starts again when they end."""
+        for each in (HEAD, CONTROLLER):
+            if not self._release.running(*each):
+                self._release.start(*each)
         return all(self._passes(container) for container in self._release.pod("head").containers)
 
     def _passes(self, container: dict[str, Any]) -> bool:

@@ -142,11 +142,15 @@ class Release:
         _kill([self._running.pop((pod, number, container))])
 
     def terminate(self, pod: str, container: str, seconds: float, number: int = 0) -> int:
-        """SIGTERM to the container's first process; its exit status. Raises TimeoutExpired."""
+        """SIGTERM to the container's first process; its exit status. With it all others end. Raises TimeoutExpired."""
         process = self._running[pod, number, container]
+        others = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGTERM)
         status = process.wait(seconds)
         del self._running[pod, number, container]
+        for each in others:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
         return status
 
     def environment(self, pod: str, container: str, number: int = 0) -> dict[str, str]:
