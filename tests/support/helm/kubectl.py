@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -98,8 +97,6 @@ class Kubectl:
             case ("kubectl", "delete", name):
                 self._delete(name)
             case ("kubectl", "exec", name, "-c", "controller", "--", *command) if name in self._pods["head"]:
-                if not self._release.running(*CONTROLLER):
-                    self._release.start(*CONTROLLER)  # as by the kubelet
                 done = self._release.run(*CONTROLLER, list(command))
                 return done.returncode, done.stdout + done.stderr
             case ("kubectl", "wait", "--for=condition=Ready", "pod", "-l", selector, "--timeout=10m"):
@@ -130,8 +127,6 @@ class Kubectl:
         if name in self._pods["head"]:
             release.terminate(*CONTROLLER, 60)
             release.terminate(*HEAD, 60)
-            for path in Path("/tmp/ray").glob("ray_current_cluster"):  # a pod's Ray sees its own processes only
-                path.unlink()
             release.start(*HEAD)
             release.start(*CONTROLLER)
         else:
@@ -156,10 +151,7 @@ class Kubectl:
         return sum(self._release.run(*WORKER, command, n).returncode == 0 for n in numbers)
 
     def _head_is_ready(self) -> bool:
-        """By the readiness probes of its containers, which a kubelet starts again when they end."""
-        for each in (HEAD, CONTROLLER):
-            if not self._release.running(*each):
-                self._release.start(*each)
+        """By the readiness probes of its containers."""
         return all(self._passes(container) for container in self._release.pod("head").containers)
 
     def _passes(self, container: dict[str, Any]) -> bool:

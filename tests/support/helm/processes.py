@@ -10,6 +10,7 @@ import contextlib
 import signal
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from support.helm.chart import Object, Pod, named, pods
 
 WORKER_SHIFT = 100  # of the ports of a worker's Ray, for each worker
 FIRST_WORKER_PORT, WORKER_PORTS = 15_000, 200  # of the ranks there; the head's own begin at the chart's min-worker-port
+RESTART_SECONDS = 2.0
 SHARED = ("/tmp", "/dev/shm")
 PORTS = (
     "node-manager-port",
@@ -60,12 +62,16 @@ class Release:
     _versions: int = 0  # of files in volumes
     _image: dict[str, str] = field(default_factory=dict)  # variables of the containers that start from now on
 
+    _closed: threading.Event = field(default_factory=threading.Event)
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+
     def __post_init__(self) -> None:
         self.name = named(self.objects, "RayCluster")["metadata"]["name"]
         self._token = "0123456789abcdef" * 4  # KubeRay makes it
         self._keys: dict[str, str] = {}  # of the Secret, which helm keeps
         self.apply(self.objects)
         self.move_head(str(get_node_ip_address()))
+        threading.Thread(target=self._restart, daemon=True).start()
 
     def apply(self, objects: tuple[Object, ...]) -> None:
         """`helm upgrade`: what is mounted changes as by a kubelet; pods stay as they are until they start again."""
@@ -108,9 +114,12 @@ class Release:
     # -- containers -------------------------------------------------------------------------------------------
 
     def start(self, pod: str, container: str, number: int = 0) -> None:
-        """Starts it, again if it has ended."""
+        """Starts it. If it ends by itself, it is started again, as by a kubelet."""
+        if (pod, container) == ("head", "ray-head"):
+            for path in Path("/tmp/ray").glob("ray_current_cluster"):  # a pod's Ray sees its own processes only
+                path.unlink()
         command, variables = self._command(pod, container, number), self.environment(pod, container, number)
-        with self._log(pod, container, number).open("ab") as log:
+        with self._log(pod, container, number).open("ab") as log, self._lock:
             self._running[pod, number, container] = subprocess.Popen(
                 command,
                 env=variables,
@@ -139,15 +148,17 @@ class Release:
 
     def kill(self, pod: str, container: str, number: int = 0) -> None:
         """All processes of a container."""
-        _kill([self._running.pop((pod, number, container))])
+        with self._lock:
+            process = self._running.pop((pod, number, container))
+        _kill([process])
 
     def terminate(self, pod: str, container: str, seconds: float, number: int = 0) -> int:
         """SIGTERM to the container's first process; its exit status. With it all others end. Raises TimeoutExpired."""
-        process = self._running[pod, number, container]
+        with self._lock:
+            process = self._running.pop((pod, number, container))
         others = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGTERM)
         status = process.wait(seconds)
-        del self._running[pod, number, container]
         for each in others:
             with contextlib.suppress(psutil.NoSuchProcess):
                 each.kill()
@@ -171,10 +182,20 @@ class Release:
 
     def close(self) -> None:
         """Kills what runs; a worker's Ray would drain for minutes."""
-        _kill(list(self._running.values()))
-        self._running.clear()
+        self._closed.set()
+        with self._lock:
+            _kill(list(self._running.values()))
+            self._running.clear()
 
     # -- what KubeRay and the kubelet make --------------------------------------------------------------------
+
+    def _restart(self) -> None:
+        while not self._closed.wait(RESTART_SECONDS):
+            with self._lock:
+                for (pod, number, container), process in list(self._running.items()):
+                    if process.poll() is not None:
+                        print(f"{pod} {number}: {container} has ended with {process.returncode}, and starts again")
+                        self.start(pod, container, number)
 
     def _log(self, pod: str, container: str, number: int) -> Path:
         return self.folder / f"{pod}-{number}-{container}.log"
