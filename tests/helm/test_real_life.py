@@ -27,7 +27,7 @@ MODEL: dict[str, Any] = {
     "source": "/models/tiny",
     "name": "tiny",
     "replicas": 2,
-    "cpu_share": 3,
+    "cpu_share": 2,  # there is room for two replicas in a pod
     "cpu_threads": 1,
     "node_labels": {"headrace.dev/group": "serving"},
 }
