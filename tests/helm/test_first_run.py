@@ -22,7 +22,7 @@ BODY = {"messages": [{"role": "user", "content": "What is the capital of France?
 @pytest.fixture(scope="module")
 def release() -> Iterator[Release]:
     """Head, controller, one worker and one router; ready."""
-    with tempfile.TemporaryDirectory(prefix="release-") as folder:
+    with tempfile.TemporaryDirectory(prefix="release-", dir="/var/tmp") as folder:
         made = Release(render("minimal"), Path(folder))
         try:
             for pod, container in (

@@ -46,7 +46,7 @@ def _objects(workers: int = 2, tag: str = "", **model: Any) -> tuple[Object, ...
 @pytest.fixture(scope="module")
 def release() -> Iterator[Release]:
     """All containers on a read-only root; ready."""
-    with tempfile.TemporaryDirectory(prefix="release-") as folder:
+    with tempfile.TemporaryDirectory(prefix="release-", dir="/var/tmp") as folder:
         made = Release(_objects(), Path(folder))
         save_tiny_llama(Path(folder) / "claim-models" / "tiny")
         try:

@@ -116,7 +116,7 @@ def test_routes_lead_to_the_ports_of_the_service() -> None:
 
 def test_a_pod_monitor_reads_the_routers_with_their_key() -> None:
     objects = render("gateway")
-    monitor, router = named(objects, "PodMonitor"), named(objects, "Deployment")["spec"]["template"]
+    monitor, router = named(objects, "PodMonitor", "-router"), named(objects, "Deployment")["spec"]["template"]
     assert monitor["spec"]["selector"]["matchLabels"].items() <= router["metadata"]["labels"].items()
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
     assert endpoint["port"] in [port["name"] for port in router["spec"]["containers"][0]["ports"]]

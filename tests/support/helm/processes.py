@@ -1,7 +1,7 @@
 """Pods of a rendered release as processes of this machine: what KubeRay and a kubelet make of the objects.
 
 Mount paths become folders, also inside arguments, variables and files. Each process has a mount namespace with a
-read-only root and an /etc/hosts with the names of the Services; /tmp and /dev/shm are the machine's. Pods share the
+read-only root, the pod's /tmp and an /etc/hosts with the names of the Services; /dev/shm is the machine's. Pods share the
 machine's ports: those of a worker's Ray are shifted, and each router has an address of its own.
 """
 
@@ -23,7 +23,7 @@ from support.helm.chart import Object, Pod, named, pods
 WORKER_SHIFT = 100  # of the ports of a worker's Ray, for each worker
 FIRST_WORKER_PORT, WORKER_PORTS = 15_000, 200  # of the ranks there; the head's own begin at the chart's min-worker-port
 RESTART_SECONDS = 2.0
-SHARED = ("/tmp", "/dev/shm")
+SHARED = ("/tmp", "/dev/shm")  # not renamed in arguments, variables and files
 PORTS = (
     "node-manager-port",
     "object-manager-port",
@@ -41,8 +41,8 @@ INJECTED = {
     "KUBERNETES_PORT": "tcp://10.0.0.2:443",
 }
 NAMESPACE = """
-mount --make-rprivate / && mount --bind "$1" /etc/hosts && mount --bind "$2" "$2" && mount --bind /tmp /tmp &&
-mount -o remount,bind,ro / && shift 2 && exec "$@"
+mount --make-rprivate / && mount --bind "$1" /etc/hosts && mount --bind "$2" "$2" && mount --bind "$3" /tmp &&
+mount -o remount,bind,ro / && shift 3 && exec "$@"
 """
 
 
@@ -115,9 +115,8 @@ class Release:
 
     def start(self, pod: str, container: str, number: int = 0) -> None:
         """Starts it. If it ends by itself, it is started again, as by a kubelet."""
-        if (pod, container) == ("head", "ray-head"):
-            for path in Path("/tmp/ray").glob("ray_current_cluster"):  # a pod's Ray sees its own processes only
-                path.unlink()
+        if (pod, container) == ("head", "ray-head"):  # the next pod has an empty /tmp
+            (self._volume(pod, 0, "tmp", self._container(pod, container)) / "ray/ray_current_cluster").unlink(True)
         command, variables = self._command(pod, container, number), self.environment(pod, container, number)
         with self._log(pod, container, number).open("ab") as log, self._lock:
             self._running[pod, number, container] = subprocess.Popen(
@@ -135,7 +134,7 @@ class Release:
     ) -> "subprocess.CompletedProcess[str]":
         """The container's command, or another one in it such as a probe's, to its end."""
         variables = self.environment(pod, container, number)
-        arguments = self._isolated(command) if command else self._command(pod, container, number)
+        arguments = self._isolated(command, pod, number) if command else self._command(pod, container, number)
         options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 200, "check": False}
         return subprocess.run(arguments, env=variables, cwd="/", **options)
 
@@ -217,11 +216,13 @@ class Release:
             command += [f"--node-ip-address=127.0.0.{2 + number}", f"--labels={labels}", *_flags(group, number)]
         else:
             command = list(found["command"])
-        return self._isolated([self._localized(argument, pod, number, found) for argument in command])
+        return self._isolated([self._localized(argument, pod, number, found) for argument in command], pod, number)
 
-    def _isolated(self, command: list[str]) -> list[str]:
+    def _isolated(self, command: list[str], pod: str, number: int) -> list[str]:
         """The command in a mount namespace of its own."""
-        return ["unshare", "-m", "sh", "-c", NAMESPACE, "sh", str(self.folder / "hosts"), str(self.folder), *command]
+        temporary = self._volume(pod, number, "tmp", self.pod(pod).containers[0])
+        folders = (str(self.folder / "hosts"), str(self.folder), str(temporary))
+        return ["unshare", "-m", "sh", "-c", NAMESPACE, "sh", *folders, *command]
 
     def agent(self, number: int) -> str:
         """The URL at which the agent of a worker's Ray tells its health."""
@@ -282,10 +283,12 @@ class Release:
         """A spec with the folders of claims that workers mount: a model's path is one in a worker."""
         for pod in pods(self.objects):
             for container in pod.containers if pod.name.startswith("worker-") else ():
+                claims = {volume["name"] for volume in pod.spec["volumes"] if "persistentVolumeClaim" in volume}
                 for mount in container["volumeMounts"]:
-                    folder = self._volume(pod.name, 0, mount["name"], container)
-                    if folder.name.startswith("claim-"):
-                        text = text.replace(mount["mountPath"], str(folder))
+                    if mount["name"] in claims:
+                        text = text.replace(
+                            mount["mountPath"], str(self._volume(pod.name, 0, mount["name"], container))
+                        )
         return text
 
     def _referred(self, source: Object) -> str:
