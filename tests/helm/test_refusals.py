@@ -49,10 +49,6 @@ GPU = {"workers__serving": {"gpus": 8, "shm": "16Gi"}}
         ({"monitoring__podMonitor": True}, "monitoring.podMonitor needs networkPolicy.monitoring"),
         ({"spec__models": [{"device": "cuda"}]}, "smollm2 has device: cuda, but no group where it may run has GPUs"),
         (
-            {"spec__models": [{"replicas": 2, "cpu_share": 2}], "workers__serving": {"replicas": 2}},
-            "several replicas of smollm2 fit into one pod of workers.serving, and would be lost with it: raise",
-        ),
-        (
             {"cache__enabled": True, "cache__accessMode": "ReadWriteOnce", "workers__serving": {"replicas": 2}},
             "cache.accessMode is ReadWriteOnce, but 2 worker pods share the cache: use ReadWriteMany",
         ),

@@ -136,9 +136,6 @@
 {{- else -}}
 {{- $cpus := mulf $pool.share $tp -}}
 {{- $fits = add $fits (mul (int $group.replicas) (floor (divf $group.cpus $cpus) | int)) -}}
-{{- if and (gt (int $pool.replicas) 1) (gt (int $group.replicas) 1) (le (mulf 2 $cpus) (float64 $group.cpus)) -}}
-{{- fail (printf "several replicas of %s fit into one pod of workers.%s, and would be lost with it: raise cpu_share above %v, or lower cpus of the group" $pool.model $name (divf $group.cpus (mulf 2 $tp))) -}}
-{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- $where := join " and workers." $names -}}

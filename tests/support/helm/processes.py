@@ -1,8 +1,8 @@
 """Pods of a rendered release as processes of this machine: what KubeRay and a kubelet make of the objects.
 
 Mount paths become folders, also inside arguments, variables and files. Each process has a mount namespace with a
-read-only root, the pod's /tmp and an /etc/hosts with the names of the Services; /dev/shm is the machine's. Pods share the
-machine's ports: those of a worker's Ray are shifted, and each router has an address of its own.
+read-only root, the pod's /tmp and an /etc/hosts with the names of the Services; /dev/shm is the machine's. Pods share
+the machine's ports: those of a worker's Ray are shifted, and each router has an address of its own.
 """
 
 import base64
