@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,9 @@ def test_health_and_metrics_of_a_controller() -> None:
         "headrace_routers 0.0",
     ):
         assert line in lines
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    for name in re.findall(r"`(headrace_\w+)`", page.partition("\nOf the controller, by ")[2].partition("\n\n")[0]):
+        assert re.search(rf"^{name}[{{ ]", pages["/metrics"].text, re.MULTILINE), name
 
 
 def test_an_open_port_for_metrics_needs_a_key() -> None:
