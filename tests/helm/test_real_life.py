@@ -39,7 +39,7 @@ def _objects(workers: int = 2, tag: str = "", **model: Any) -> tuple[Object, ...
         models__existingClaim="models",
         spec__models=[MODEL | model],
         spec__limits={"request_seconds": 60},
-        workers__serving={"replicas": workers, "drainSeconds": 60},
+        workers__serving={"replicas": workers, "drainSeconds": 120},
     )
 
 
@@ -129,6 +129,7 @@ def test_a_new_spec_is_rolled_out_and_a_wrong_one_is_refused(release: Release) -
         eventually(lambda: all(now[1] > was[1] for now, was in zip(_builds(release), before, strict=True)), SECONDS)
         _await_settled(release)
     rolled = _builds(release)
+    assert len({r["ranks"][0]["node"] for r in _status(release)["replicas"]}) == 2, "they are still spread"
     with Clients(release, "ConfigMap with an unknown key"):
         release.apply(_with_text(_objects(max_num_seqs=6), "max_num_seqs: 6", "max_num_sequences: 6"))
         eventually(lambda: any("is not used" in each for each in _status(release)["problems"]), SECONDS)
@@ -176,7 +177,7 @@ def test_a_worker_that_ends_fails_no_stream(release: Release) -> None:
     with Clients(release, "a worker ends under streams", per_second=10, tokens=48):
         time.sleep(2)
         began = time.monotonic()
-        status = release.terminate(*WORKER, 60, 1)
+        status = release.terminate(*WORKER, 120, 1)
         print(f"the worker ended with {status} after {time.monotonic() - began:.0f} s")
         release.start(*WORKER, 1)
         _await_settled(release)

@@ -110,8 +110,11 @@ class RayDriver:
         await self._calls.run(self._request, name, model, {})
 
     def _place_apart(self, name: ReplicaName, model: ModelSpec) -> bool:
-        """Whether a place was requested on a node without a replica of the model; such a node is there."""
-        used = ray_names.nodes_of(self.spec.cluster, model.name)
+        """Whether a place was requested on a node without another replica of the model; such a node is there.
+
+        The build that this one replaces does not count, since it leaves.
+        """
+        used = ray_names.nodes_of(self.spec.cluster, model.name, name.replica_id) | private.draining_nodes().keys()
         if not used or not any(self._fits(node, model) for node in ray.nodes() if node["NodeID"] not in used):
             return False
         self._request(name, model, {NODE_LABEL: f"!in({', '.join(sorted(used))})"})

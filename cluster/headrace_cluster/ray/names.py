@@ -50,13 +50,15 @@ def groups(cluster: str) -> dict[ReplicaName, bool]:
     return {name: placed for name, placed in states.items() if name is not None}
 
 
-def nodes_of(cluster: str, model: str) -> set[str]:
-    """Ids of the nodes on which builds of a model have a place."""
+def nodes_of(cluster: str, model: str, without: str) -> set[str]:
+    """Ids of the nodes on which builds of a model's replicas have a place, but for one replica."""
     prefix = naming.replica_id(model, 0).removesuffix("0")
     found: set[str] = set()
     for group in placement_group_table().values():
         name = naming.parse_group(group["name"], cluster)
-        if name is not None and group["state"] != "REMOVED" and name.replica_id.removeprefix(prefix).isdigit():
+        if name is None or name.replica_id == without or group["state"] == "REMOVED":
+            continue
+        if name.replica_id.removeprefix(prefix).isdigit():
             found |= set(group.get("bundles_to_node_id", {}).values())
     return found
 
