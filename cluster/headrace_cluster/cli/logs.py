@@ -61,8 +61,8 @@ def find_run(choice: ServerChoice) -> Path:
     if server is not None and not server.starting:
         raise NotRunningError(f"{describe(server)} has no log files (logs.files: off): see its stderr, and Ray's logs")
     for run in reversed(runs()):
-        of = server_of(run)
-        if choice.matches(of) if of is not None else not choice.given:
+        ended = server_of(run)
+        if choice.matches(ended) if ended is not None else not choice.given:
             return run
     given = f" of a server with {choice.given}" if choice.given else ""
     raise NotRunningError(f"there are no logs{given}; each `{program_name()} serve` writes some")

@@ -31,10 +31,11 @@ def read_file(path: Path) -> dict[str, Any]:
         """Refuses a key that is given twice, of which YAML would keep the last value."""
 
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-            keys = [key.value for key, _ in node.value]
+            seen: list[Any] = []
             for key, _ in node.value:
-                if keys.count(key.value) > 1:
+                if key.value in seen:
                     raise yaml.MarkedYAMLError(None, None, f"the key '{key.value}' is given twice", key.start_mark)
+                seen.append(key.value)
             return super().construct_mapping(node, deep)
 
     try:
