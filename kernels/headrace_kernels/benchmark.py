@@ -20,7 +20,6 @@ from headrace_kernels.packed import Codes, Form, PackedWeight, pack_codes, pack_
 from headrace_kernels.registry import Op
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK, HIDDEN, VOCAB = 9, 3, 64, 16, 576, 49152
-_ROTATED_BYTES = 64 << 20
 
 
 def fastest(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
