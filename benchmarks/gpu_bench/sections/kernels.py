@@ -13,6 +13,7 @@ from gpu_bench.section import NO_MODEL, Figure, Section, SectionRun
 
 ROOT = Path(__file__).parents[3]
 KERNEL_TESTS = ROOT / "tests" / "kernels"
+OF_THE_CPU = ("test_build.py", "test_sanitizers.py")  # the C++ library: no device is part of them
 SMALL_FILES = (KERNEL_TESTS / "test_elementwise.py", KERNEL_TESTS / "test_recordable.py")
 PROCESSES = 8  # at a time: most of the time is spent on compiling, by one core each
 NONE_SELECTED = 5  # pytest's exit status
@@ -23,7 +24,8 @@ _OUTCOME = re.compile(r"^(\S+::.+?) (PASSED|FAILED|SKIPPED|ERROR|XFAIL|XPASS)\b"
 def run(run: SectionRun) -> Iterator[Figure]:
     outcomes: Counter[str] = Counter()
     failed: list[str] = []
-    files = SMALL_FILES if run.small else sorted(KERNEL_TESTS.glob("test_*.py"))
+    every = [file for file in sorted(KERNEL_TESTS.glob("test_*.py")) if file.name not in OF_THE_CPU]
+    files = SMALL_FILES if run.small else every
     processes = max(1, min(PROCESSES, (os.cpu_count() or 1) // 2))
     with ThreadPoolExecutor(processes) as pool:
         # A process per file: after the first fault of a CUDA context, everything else in its process fails, too.
