@@ -6,20 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace_cluster.core.build import State
+from headrace_cluster.core.actions import Drain, End, Fill, Place, Seen, SendSecret, SetRole
+from headrace_cluster.core.build import BACKOFF_LIMIT_SECONDS, State
 from headrace_cluster.core.naming import ReplicaName
-from headrace_cluster.core.planner import (
-    BACKOFF_LIMIT_SECONDS,
-    CONNECT_SECONDS,
-    ROUTERS_SECONDS,
-    Drain,
-    End,
-    Fill,
-    Place,
-    Seen,
-    SendSecret,
-    SetRole,
-)
+from headrace_cluster.core.planner import CONNECT_SECONDS, ROUTERS_SECONDS
 from headrace_cluster.core.rank_config import Stage
 from headrace_cluster.core.wanted import wanted_replicas
 from headrace_cluster.core.words import RoleWord

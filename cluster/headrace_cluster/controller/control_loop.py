@@ -16,11 +16,12 @@ import structlog
 from headrace_cluster.controller.health import STATES, HealthWatch
 from headrace_cluster.controller.members import Membership, member_list
 from headrace_cluster.controller.retries import Retries
+from headrace_cluster.core.actions import Action, Drain, End, Fill, Place, SendSecret, SetRole
 from headrace_cluster.core.backoff import Backoff, Pauses
 from headrace_cluster.core.build import Build, State
 from headrace_cluster.core.driver import RankDriver
 from headrace_cluster.core.naming import ReplicaName
-from headrace_cluster.core.planner import Action, Drain, End, Fill, Place, Planner, SendSecret, SetRole
+from headrace_cluster.core.planner import Planner
 from headrace_cluster.core.rank_config import RankReport
 from headrace_cluster.core.wanted import usable_spec, wanted_replicas
 from headrace_cluster.core.words import Words

@@ -11,6 +11,9 @@ from headrace_cluster.core.rank_config import ENDED, UP, RankReport, Stage
 from headrace_proto.role import Role
 from headrace_worker.core.config import ReplicaStarted
 
+FAILURE_WINDOW_SECONDS = 300.0
+CRASH_LOOP_FAILURES = 3
+BACKOFF_LIMIT_SECONDS = 60.0
 CAUSE_SECONDS = 2.0  # after one rank ended, for the rank with the cause to report it, or Ray that one was killed
 
 
@@ -163,3 +166,37 @@ class Build:
     def _log_hint(self, rank: int) -> str:
         path = self.reports[rank].log_path if rank in self.reports else ""
         return f"; its log: {path}" if path else ""
+
+
+@dataclass(slots=True)
+class Slot:
+    """What this controller remembers of one replica: a lost memory costs a repeated try."""
+
+    failures: list[float] = field(default_factory=list)  # when its builds failed
+    not_before: float = 0.0  # of the next build
+    cause: str = ""  # of the last failure
+    served: bool = False  # it was ready
+    refused: bytes | None = None  # the digest whose build failed while an old one serves: it is not tried again
+    refusal: str = ""  # why
+    tries: dict[bytes, int] = field(default_factory=dict)  # that failed beside an old build, by digest
+    asked: bool = False  # an operator wants it to be built again, since the last failure of its model
+    waits: str = ""  # why it is not replaced now
+    gap: bytes | None = None  # the digest for which the old build ends first: there is no room for two
+
+    def fail(self, cause: str, now: float) -> None:
+        """The next build follows at once, later after pauses."""
+        self.failures = [when for when in self.failures if now - when <= FAILURE_WINDOW_SECONDS] + [now]
+        tries = len(self.failures)
+        self.not_before = now + (0.0 if tries == 1 else min(BACKOFF_LIMIT_SECONDS, 2.0 ** (tries - 2)))
+        self.cause = cause
+
+    def crash_loop(self, now: float) -> str:
+        """A sentence for status when it fails repeatedly; else empty."""
+        recent = [when for when in self.failures if now - when <= FAILURE_WINDOW_SECONDS]
+        if len(recent) < CRASH_LOOP_FAILURES:
+            return ""
+        wait = max(0.0, self.not_before - now)
+        return (
+            f"crash loop: failed {len(recent)} times in {FAILURE_WINDOW_SECONDS / 60:.0f} minutes; "
+            f"last: {self.cause or 'unknown'}" + (f"; next try in {wait:.0f} s" if wait else "")
+        )

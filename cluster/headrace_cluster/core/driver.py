@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from headrace_cluster.core.actions import Seen
 from headrace_cluster.core.naming import ReplicaName
-from headrace_cluster.core.planner import Seen
 from headrace_cluster.core.rank_config import ProfileOutcome, RankReport
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_cluster.spec.model_spec import ModelSpec

@@ -10,17 +10,16 @@ An action is named in each turn until its effect is seen: one that was lost is r
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
 from itertools import islice
 
-from headrace_cluster.core.build import SERVING, Build, Death, State
+from headrace_cluster.core.actions import Action, Drain, End, Fill, Place, Seen, SendSecret, SetRole
+from headrace_cluster.core.build import SERVING, Build, Death, Slot, State
 from headrace_cluster.core.health_judge import HealthJudge
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.rank_config import RankReport
 from headrace_cluster.core.router_reports import RouterReports
 from headrace_cluster.core.wanted import Wanted
 from headrace_cluster.core.words import Words
-from headrace_cluster.spec.model_spec import ModelSpec
 from headrace_cluster.spec.process_specs import HealthSpec
 from headrace_proto.role import Role
 from headrace_proto.stall import stall_limit
@@ -32,106 +31,7 @@ CONNECT_SECONDS = 60.0  # for every router to connect to a build that is ready; 
 STABLE_SECONDS = 0.5  # that every router must be connected to the next build before the old one drains
 NODE_SECONDS = 3.0  # before Ray ends a node, for requests to move from it
 LAST_SECONDS = 5.0  # before that, for requests in flight of a build without a successor; it serves until then
-FAILURE_WINDOW_SECONDS = 300.0
-CRASH_LOOP_FAILURES = 3
-BACKOFF_LIMIT_SECONDS = 60.0
 BEFORE_NEXT = "its next build did not start, and the old one continues"
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Request a place for a build."""
-
-    name: ReplicaName
-    model: ModelSpec
-
-
-@dataclass(frozen=True, slots=True)
-class Fill:
-    """Create the ranks of a build that has a place."""
-
-    name: ReplicaName
-    model: ModelSpec
-    role: Role
-    digest: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class SendSecret:
-    """Give a rank the cluster's secret: the first time, it starts."""
-
-    name: ReplicaName
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class SetRole:
-    """Give a build another role, in place."""
-
-    name: ReplicaName
-    role: Role
-
-
-@dataclass(frozen=True, slots=True)
-class Drain:
-    """Make a build refuse requests; those in flight have some seconds."""
-
-    name: ReplicaName
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """End a build's ranks, and free its place. gently: its engine stops in order."""
-
-    name: ReplicaName
-    gently: bool
-
-
-Action = Place | Fill | SendSecret | SetRole | Drain | End
-
-
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """What Ray has of this cluster at one time."""
-
-    groups: Mapping[ReplicaName, bool]  # placement groups: whether they have a place
-    ranks: Collection[tuple[ReplicaName, int]]  # actors that are alive
-    draining: Mapping[str, float] = field(default_factory=dict)  # nodes that Ray will end, and in how many seconds
-
-
-@dataclass(slots=True)
-class Slot:
-    """What this controller remembers of one replica: a lost memory costs a repeated try."""
-
-    failures: list[float] = field(default_factory=list)  # when its builds failed
-    not_before: float = 0.0  # of the next build
-    cause: str = ""  # of the last failure
-    served: bool = False  # it was ready
-    refused: bytes | None = None  # the digest whose build failed while an old one serves: it is not tried again
-    refusal: str = ""  # why
-    tries: dict[bytes, int] = field(default_factory=dict)  # that failed beside an old build, by digest
-    asked: bool = False  # an operator wants it to be built again, since the last failure of its model
-    waits: str = ""  # why it is not replaced now
-    gap: bytes | None = None  # the digest for which the old build ends first: there is no room for two
-
-    def fail(self, cause: str, now: float) -> None:
-        """The next build follows at once, later after pauses."""
-        self.failures = [when for when in self.failures if now - when <= FAILURE_WINDOW_SECONDS] + [now]
-        tries = len(self.failures)
-        self.not_before = now + (0.0 if tries == 1 else min(BACKOFF_LIMIT_SECONDS, 2.0 ** (tries - 2)))
-        self.cause = cause
-
-    def crash_loop(self, now: float) -> str:
-        """A sentence for status when it fails repeatedly; else empty."""
-        recent = [when for when in self.failures if now - when <= FAILURE_WINDOW_SECONDS]
-        if len(recent) < CRASH_LOOP_FAILURES:
-            return ""
-        wait = max(0.0, self.not_before - now)
-        return (
-            f"crash loop: failed {len(recent)} times in {FAILURE_WINDOW_SECONDS / 60:.0f} minutes; "
-            f"last: {self.cause or 'unknown'}" + (f"; next try in {wait:.0f} s" if wait else "")
-        )
 
 
 class Planner:

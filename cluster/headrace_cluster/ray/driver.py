@@ -21,9 +21,9 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from headrace_cluster.core import naming
+from headrace_cluster.core.actions import Seen
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.placement import rank_gpus, threads_per_rank, waiting_sentence
-from headrace_cluster.core.planner import Seen
 from headrace_cluster.core.rank_config import (
     REPLICA_CLASS,
     ProfileOutcome,

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import msgspec
 
+from headrace_cluster.core.actions import Seen
 from headrace_cluster.core.naming import ReplicaName
-from headrace_cluster.core.planner import Seen
 from headrace_cluster.core.rank_config import ProfileOutcome, RankReport, Stage
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_cluster.spec.model_spec import ModelSpec

@@ -5,9 +5,10 @@ from typing import Any
 
 import msgspec
 
+from headrace_cluster.core.actions import Action, Drain, End, Fill, Place, Seen, SendSecret, SetRole
 from headrace_cluster.core.build import Build, State
 from headrace_cluster.core.naming import ReplicaName
-from headrace_cluster.core.planner import Action, Drain, End, Fill, Place, Planner, Seen, SendSecret, SetRole
+from headrace_cluster.core.planner import Planner
 from headrace_cluster.core.rank_config import RankReport, Stage
 from headrace_cluster.core.router_reports import RouterReports
 from headrace_cluster.core.wanted import wanted_replicas

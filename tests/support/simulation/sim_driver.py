@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from headrace_cluster.core.actions import Seen
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.placement import waiting_sentence
-from headrace_cluster.core.planner import Seen
 from headrace_cluster.core.rank_config import ProfileOutcome, RankReport, config_digest, replica_config
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_cluster.spec.model_spec import ModelSpec
