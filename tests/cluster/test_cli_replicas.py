@@ -86,6 +86,12 @@ def test_status_waits_until_every_replica_is_ready_as_it_is_wanted(
     assert done.stderr.splitlines()[-1] == "headrace: 2 of 2 ready"
     failed = scripted({"/status": _polls([ready, _entry("m-1", "dead", roll_failed="no such file")])})
     assert _run(failed, "status", "--wait").returncode == 1
+    code, document = _polls([ready])[0]
+    refused = document | {"spec_refused": True, "problems": ["the spec file is not used"]}
+    done = _run(scripted({"/status": [(code, refused)]}), "status", "--wait")
+    assert done.returncode == 1 and "the spec file is not used" in done.stdout
+    drained = scripted({"/status": _polls([ready, _entry("m-1", "drained", 2)])})
+    assert _run(drained, "status", "--wait").stderr.splitlines()[-1] == "headrace: 1 of 1 ready; drained: m-1"
 
 
 def test_drain_shows_its_progress(scripted: Callable[[Responses], ScriptedAdmin]) -> None:
@@ -97,7 +103,8 @@ def test_drain_shows_its_progress(scripted: Callable[[Responses], ScriptedAdmin]
     assert done.stderr.splitlines() == [
         "headrace: m-1: draining, 2 running, 0 waiting",
         "headrace: m-1: draining, 1 running, 0 waiting",
-        "headrace: m-1 is drained; bring it back with: ./headrace undrain m-1",
+        "headrace: m-1 is drained",
+        "headrace: bring it back with: ./headrace undrain m-1",
     ]
     assert admin.requests[0] == ("/drain", {"replica": "m-1", "seconds": 3.5, "force": False})
     again = _run(admin, "drain", "m-1", "--force", "--json")
@@ -218,6 +225,11 @@ def test_other_settings_are_sent_and_shown(scripted: Callable[[Responses], Scrip
     assert done.stderr.splitlines()[0] == "headrace: m: max_num_seqs 8 → 16"
     body = next(body for path, body in admin.requests if path == "/rollout")
     assert (body["model"], body["settings"]) == ("m", {"max_num_seqs": 16, "dtype": "bfloat16"})
+    failed = _begun("m-0")
+    failed[1]["before"] = {"max_num_seqs": 8}
+    failures = scripted({"/status": _polls([_entry("m-0", roll_failed="a bad file")]), "/rollout": [failed]})
+    done = _run(failures, "rollout", "--set", "max_num_seqs=16")
+    assert done.returncode == 1 and done.stderr.splitlines()[-1].endswith("./headrace rollout --set max_num_seqs=8")
     wrong = _run(admin, "rollout", "--set", "max_num_seqs")
     assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1) and "KEY=VALUE" in wrong.stderr
 
@@ -239,6 +251,18 @@ def test_scale_waits_for_what_comes_and_for_what_ends(scripted: Callable[[Respon
     admin = scripted({"/status": _polls([ready, starting]), "/scale": [begun]})
     done = _run(admin, "scale", "m", "2")
     assert done.returncode == 1 and done.stderr.splitlines()[-1] == "headrace:   m-1 was not: there is no model at 'x'"
+
+
+def test_models_that_stay_since_the_next_ones_do_not_start_are_not_waited_for(
+    scripted: Callable[[Responses], ScriptedAdmin], tmp_path: Path
+) -> None:
+    spec = tmp_path / "spec.yaml"
+    spec.write_text("models: [{source: ./missing, name: n}]")
+    begun = 200, {"changes": ["m: ends", "n: a new model"], "models": ["m", "n"], "recorded": True}
+    old = _entry("m-0", wanted=False, outdated=True)
+    polls = _polls([_entry("n-0", "starting", model="n"), old], [_entry("n-0", "dead", model="n", unable="none"), old])
+    done = _run(scripted({"/apply": [begun], "/status": polls}), "apply", "-f", str(spec))
+    assert done.returncode == 1 and "headrace:   n-0 was not: none" in done.stderr.splitlines()
 
 
 def test_apply_shows_what_changes(scripted: Callable[[Responses], ScriptedAdmin], tmp_path: Path) -> None:

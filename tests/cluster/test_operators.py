@@ -212,7 +212,14 @@ def test_a_rollout_builds_a_replica_again_beside_the_old_build(driver: FakeDrive
             driver.start_gate.clear()
             assert await post("/rollout", replicas=["smollm2-0"], seconds=30) == (
                 200,
-                {"replicas": {"smollm2-0": 1}, "drained": [], "seconds": 30.0, "changes": [], "recorded": True},
+                {
+                    "replicas": {"smollm2-0": 1},
+                    "drained": [],
+                    "seconds": 30.0,
+                    "changes": [],
+                    "before": {},
+                    "recorded": True,
+                },
             )
             await eventually(lambda: SECOND in driver.ranks)
             (entry,) = control.status()["replicas"]
@@ -261,17 +268,50 @@ def test_a_model_is_scaled_until_the_spec_says_another_number(driver: FakeDriver
     asyncio.run(scenario())
 
 
+def test_a_change_leaves_no_model_with_drained_replicas_alone(driver: FakeDriver, eventually: Eventually) -> None:
+    async def scenario() -> None:
+        async with _api(driver, eventually, replicas=2) as (control, post):
+            await post("/drain", replica="smollm2-0")
+            await eventually(lambda: control.states() == ["drained", "ready"])
+            for path, body in (
+                ("/scale", {"pool": "smollm2", "replicas": 1}),
+                ("/apply", {"models": [{"replicas": 1, "max_num_seqs": 4}]}),
+            ):
+                code, sentence = await post(path, **body)
+                assert code == 409 and "undrain smollm2-0" in sentence
+            await asyncio.sleep(0.2)
+            assert control.states() == ["drained", "ready"]
+            assert (await post("/scale", pool="smollm2", replicas=3))[0] == 200
+
+    asyncio.run(scenario())
+
+
+def test_a_change_that_was_taken_back_is_no_failure(driver: FakeDriver, eventually: Eventually) -> None:
+    async def scenario() -> None:
+        async with _api(driver, eventually) as (control, post):
+            driver.failures = [MemoryTooSmallError("too little memory")]
+            await post("/apply", models=[{"aliases": ["small"], "max_num_seqs": 4}])
+            await eventually(lambda: control.status()["replicas"][0]["roll_failed"] != "")
+            await post("/apply", models=[{"aliases": ["small"]}])
+            assert control.status()["replicas"][0]["roll_failed"] == ""
+            assert control.states() == ["ready"] and control.status()["overrides"] == []
+
+    asyncio.run(scenario())
+
+
 def test_a_rollout_with_another_setting(driver: FakeDriver, eventually: Eventually) -> None:
     async def scenario() -> None:
         async with _api(driver, eventually) as (control, post):
             code, document = await post("/rollout", settings={"max_num_seqs": 16})
             assert (code, document["changes"]) == (200, ["smollm2: max_num_seqs none → 16"])
+            assert document["before"] == {"max_num_seqs": None}
+            assert control.status()["overrides"] == document["changes"]
             await eventually(lambda: list(driver.ranks) == [SECOND] and control.planner.ready)
             assert control.planner.wanted["smollm2-0"].model.max_num_seqs == 16
             for settings, words in (
                 ({"max_num_seqs": 0}, "max_num_seqs: Input should be greater than or equal to 1"),
-                ({"max_num_sqs": 4}, "max_num_sqs cannot be set here"),
-                ({"replicas": 4}, "replicas cannot be set here"),
+                ({"max_num_sqs": 4}, "max_num_sqs cannot be set: did you mean max_num_seqs?"),
+                ({"replicas": 4}, "replicas is changed with `./headrace scale`"),
             ):
                 code, sentence = await post("/rollout", settings=settings)
                 assert code == 409 and words in sentence, sentence

@@ -10,7 +10,7 @@ import pytest
 from headrace_cluster.cli import starting
 from headrace_cluster.errors import SpecError
 from headrace_cluster.spec.flag import Setting
-from headrace_cluster.spec.settings import SETTINGS, build_spec, from_environment
+from headrace_cluster.spec.settings import SETTINGS, build_spec, from_environment, misspelt
 from headrace_proto.private_file import PrivateFileError
 
 
@@ -77,6 +77,19 @@ def test_every_option_reaches_the_spec_from_flag_and_environment() -> None:
 def test_variables_that_are_empty_or_of_kubernetes_are_no_settings() -> None:
     environ = {"HEADRACE_PORT": "tcp://10.0.0.7:8000", "HEADRACE_GRPC_PORT": "  ", "HEADRACE_HOME": "/x"}
     assert from_environment(environ) == {}
+
+
+def test_variables_that_are_nearly_settings_are_named() -> None:
+    environ = {"HEADRACE_MAX_NUM_SEQ": "4", "HEADRACE_REPLICA": "3", "HEADRACE_API_KEY": "k", "HEADRACE_HOME": "/x"}
+    assert misspelt(environ) == [
+        "HEADRACE_MAX_NUM_SEQ is not a setting, and not used: did you mean HEADRACE_MAX_NUM_SEQS?",
+        "HEADRACE_REPLICA is not a setting, and not used: did you mean HEADRACE_REPLICAS?",
+    ]
+    ports = ("", "_8000_TCP", "_8000_TCP_ADDR", "_8000_TCP_PORT", "_8000_TCP_PROTO")
+    services = [f"HEADRACE{part}" for part in ("", "_ADMIN", "_CONTROLLER", "_HEAD", "_ROUTER", "_ROUTER_METRICS")]
+    names = [f"{name}_PORT{end}" for name in services for end in ports]
+    names += [f"{name}_SERVICE_{end}" for name in services for end in ("HOST", "PORT", "PORT_HTTP", "PORT_GRPC")]
+    assert misspelt(dict.fromkeys(names, "1")) == []
 
 
 def test_model_flags_need_one_model(tmp_path: Path) -> None:

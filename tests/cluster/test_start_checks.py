@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 from headrace_cluster.core.rank_config import replica_config
 from headrace_cluster.launch import start_checks
-from headrace_cluster.launch.start_checks import Machine, check_start
+from headrace_cluster.launch.start_checks import Machine, check_local, check_room, check_start
 from headrace_cluster.spec.cluster_spec import ClusterSpec, parse_spec
 from headrace_proto.errors import HeadraceError
 from headrace_proto.private_file import PrivateFileError
@@ -126,6 +126,18 @@ def test_resources_of_a_joined_ray_are_not_checked_here(folder: Path) -> None:
     assert run(spec({"source": str(folder), "replicas": 100, "device": "cuda"}, **far)) == []
     assert run(spec({"source": str(folder), "kv_cache_memory": "500GiB"}, **far)) == []
     assert "8192 positions" in rejection(spec({"max_model_len": 8193}, **far))
+
+
+def test_changes_of_a_server_on_this_machine_are_checked_here(folder: Path) -> None:
+    here = {"ray": {"address": "127.0.0.1:6379"}}  # as the controller of `serve` has it
+    check_room(spec({"source": str(folder), "replicas": 40}, **here))
+    with pytest.raises(HeadraceError, match="41 ranks"):
+        check_room(spec({"source": str(folder), "replicas": 41}, **here))
+    with pytest.raises(HeadraceError, match="this machine has none"):
+        check_room(spec({"source": str(folder), "device": "cuda"}, **here))
+    assert check_local(spec({"source": str(folder)}, **here), print).models[0].source == str(folder)
+    with pytest.raises(HeadraceError, match="There is no model at"):
+        check_local(spec({"source": "/missing"}, **here), print)
 
 
 def test_weights_of_other_machines_are_not_downloaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

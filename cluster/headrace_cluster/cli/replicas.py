@@ -73,8 +73,9 @@ def drain(
             raise ServerError("it was brought back meanwhile")
         return bool(entry["state"] == "drained")
 
-    done = f"drained; bring it back with: {program_name()} undrain {replica}"
-    _await_one(client, replica, is_drained, done, begun["seconds"] + STOP_SECONDS, as_json=json_)
+    _await_one(client, replica, is_drained, "drained", begun["seconds"] + STOP_SECONDS, as_json=json_)
+    if not json_:
+        show_message(f"bring it back with: {program_name()} undrain {replica}")
 
 
 @app.command()
@@ -121,7 +122,9 @@ def rollout(
     begun = _begin(client, "/rollout", **body, settings=_settings(set_ or []) or None)
     for name in begun["drained"]:
         show_message(f"{name} is drained: it is not rolled")
-    await_all(client, lambda entry: entry["id"] in begun["replicas"], "rolled", begun["seconds"])
+    back = [f"--set {key}={json.dumps(value)}" for key, value in begun.get("before", {}).items()]
+    advice = " ".join([f"{program_name()} rollout", *([f"--model {model}"] if model else ()), *back]) if back else ""
+    await_all(client, lambda entry: entry["id"] in begun["replicas"], "rolled", begun["seconds"], advice)
 
 
 @app.command()
@@ -159,7 +162,8 @@ def apply(
     if not begun["changes"]:
         show_message("nothing changes")
     if not dry_run:
-        await_all(client, lambda entry: entry["model"] in begun["models"], "ready")
+        advice = f"{program_name()} apply -f, with the models that ran before"
+        await_all(client, lambda entry: entry["model"] in begun["models"], "ready", back=advice)
 
 
 def _settings(given: Sequence[str]) -> dict[str, Any]:
@@ -202,15 +206,22 @@ def _await_one(
         print(json.dumps(finished[replica], indent=2))
 
 
-def await_all(client: AdminClient, chosen: Callable[[Entry], bool], done: str, seconds: float = 0.0) -> None:
+def await_all(
+    client: AdminClient, chosen: Callable[[Entry], bool], done: str, seconds: float = 0.0, back: str = ""
+) -> None:
     """Shows the chosen replicas until each of them is as it is wanted; exits with 1 where one does not become so.
 
-    done: the word for one that is. seconds: for its requests in flight.
+    done: the word for one that is. seconds: for its requests in flight. back: the command that takes the change back.
     """
     finished, problems = _wait(client, chosen, _is_settled, done, START_SECONDS + seconds + STOP_SECONDS)
-    show_message(f"{len(finished)} of {len(finished) + len(problems)} {done}")
+    drained = [name for name, entry in finished.items() if entry["state"] == "drained"]
+    ready = len(finished) - len(drained)
+    also = f"; drained: {', '.join(drained)}" if drained else ""
+    show_message(f"{ready} of {ready + len(problems)} {done}{also}")
     for name, problem in problems.items():
         show_message(f"  {name} was not: {problem}")
+    if problems and back:
+        show_message(f"the change stays wanted: a replica that ends is built with it; take it back with: {back}")
     if problems:
         raise typer.Exit(1)
 
@@ -235,7 +246,7 @@ def _wait(
             try:
                 if is_done(entry):
                     finished[name] = entry
-                    show_message(f"{name} is {done}")
+                    show_message(f"{name} is {'drained' if entry['state'] == 'drained' else done}")
                     deadline = time.monotonic() + seconds
                 elif entry["model"] in failed and entry["outdated"] and not entry["beside"]:
                     problems[name] = "another one before it was not"
@@ -246,7 +257,9 @@ def _wait(
                     shown[name] = text
             except ServerError as error:
                 problems[name] = str(error)
-        if all(entry["id"] in finished or entry["id"] in problems for entry in entries):
+        open_ = [entry for entry in entries if entry["id"] not in finished and entry["id"] not in problems]
+        # Those that are not wanted any more stay while what is to replace them does not start.
+        if not open_ or (problems and not any(entry["wanted"] for entry in open_)):
             return finished, problems
         time.sleep(POLL_SECONDS)
 

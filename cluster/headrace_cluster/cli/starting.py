@@ -8,9 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from headrace_cluster.cli import options as o
-from headrace_cluster.launch.display import use_log_format
+from headrace_cluster.launch.display import show_message, use_log_format
 from headrace_cluster.spec.cluster_spec import ClusterSpec
-from headrace_cluster.spec.settings import build_spec, config_file
+from headrace_cluster.spec.settings import build_spec, config_file, misspelt
 
 CONTROL_PORT = 8004
 
@@ -23,6 +23,8 @@ def _spec(given: dict[str, Any], config: Path | None) -> ClusterSpec:
     if given.get("log_format") == "json" or os.environ.get("HEADRACE_LOG_FORMAT", "").strip() == "json":
         use_log_format("json")  # errors in the spec are then JSON lines on stderr, too
     spec = build_spec(given, config)
+    for sentence in misspelt(os.environ):
+        show_message(sentence, "warning")
     if spec.logs.format == "json":
         use_log_format("json")
     return spec
@@ -37,7 +39,7 @@ def serve(given: dict[str, Any], config: o.Config = None) -> None:
     """Start everything on this machine: Ray, controller, replicas, router."""
     from headrace_cluster.launch.serve import Serve
 
-    raise typer.Exit(Serve(_spec(given, config)).run())
+    raise typer.Exit(Serve(_spec(given, config), spec_file=config_file(config)).run())
 
 
 def _joined(spec: ClusterSpec) -> ClusterSpec:

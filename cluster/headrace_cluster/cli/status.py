@@ -36,7 +36,13 @@ app = typer.Typer(rich_markup_mode=None)
 def status(
     choice: ServerChoice,
     json_: o.AsJson = False,
-    wait: Annotated[bool, typer.Option("--wait", help="Until every replica is ready as it is wanted.")] = False,
+    wait: Annotated[
+        bool,
+        typer.Option(
+            "--wait",
+            help="Until all are ready as wanted; 1 if one cannot be, or the spec file is refused.",
+        ),
+    ] = False,
 ) -> None:
     """Show replicas and routers of a running cluster."""
     client = AdminClient(choice)
@@ -45,9 +51,17 @@ def status(
     document = client.call("GET", "/status")
     if json_:
         print(json.dumps(document, indent=2))
-        return
+    else:
+        _show(document, client)
+    if wait and document.get("spec_refused"):
+        raise typer.Exit(1)
+
+
+def _show(document: dict[str, Any], client: AdminClient) -> None:
     _show_replicas(document["replicas"])
     console = _console()
+    for change in document.get("overrides", ()):
+        console.print(f"operators changed the spec: {change}")
     for problem in document.get("problems", ()):
         console.print(f"controller: {problem}")
     for entry in document["routers"]:

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 import msgspec
@@ -13,7 +14,15 @@ from headrace_cluster.controller.control_loop import ControlLoop
 from headrace_cluster.controller.members import Membership
 from headrace_cluster.controller.status import profile_document
 from headrace_cluster.core.build import SERVING, Build, State
-from headrace_cluster.core.wanted import Wanted, base_models, differences, effective_spec, models_digest, pool_key
+from headrace_cluster.core.wanted import (
+    Wanted,
+    base_models,
+    differences,
+    effective_spec,
+    models_digest,
+    pool_key,
+    wanted_replicas,
+)
 from headrace_cluster.core.words import Changed, RoleWord, Roll, Words
 from headrace_cluster.errors import ChangeError, DrainError, ProfileError, RoleError
 from headrace_cluster.program import program_name
@@ -138,10 +147,20 @@ ROLE_SECONDS = 6.0  # for a replica to report its new role
 class Operators:
     """For one event loop. A document has the replica's id and the generation of its build now."""
 
-    def __init__(self, loop: ControlLoop, membership: Membership, check: Callable[[ClusterSpec], ClusterSpec]) -> None:
-        """check: of models that are applied; returns the spec with commits of the Hub. It blocks."""
+    def __init__(
+        self,
+        loop: ControlLoop,
+        membership: Membership,
+        check: Callable[[ClusterSpec], ClusterSpec],
+        check_room: Callable[[ClusterSpec], None],
+    ) -> None:
+        """check: of models that are applied; returns the spec with commits of the Hub. It blocks.
+
+        check_room: of any change; raises a HeadraceError where it is known that there is no room for it.
+        """
         self._loop = loop
         self._check = check
+        self._check_room = check_room
         self._planner = loop.planner
         self._membership = membership
         self._role_lock = asyncio.Lock()
@@ -191,7 +210,7 @@ class Operators:
         ]
         if not chosen:
             raise DrainError(f"every replica is drained: bring one back with `{program_name()} undrain`")
-        changes = self._set(body) if body.settings else []
+        changes, before = self._set(body) if body.settings else ([], {})
         seconds = self._loop.spec.health.drain_seconds if body.seconds is None else body.seconds
         rolls = self._loop.words.rolls
         self._loop.rethink()  # with the settings
@@ -206,23 +225,34 @@ class Operators:
             "drained": [] if body.replicas else [name for name in wanted if wanted[name].drained],
             "seconds": seconds,
             "changes": changes,
+            "before": before,
         }
 
-    def _set(self, body: RolloutBody) -> list[str]:
-        """New values of keys of one model, or of the only one. Raises ChangeError."""
+    def _set(self, body: RolloutBody) -> tuple[list[str], dict[str, Any]]:
+        """New values of keys of one model, or of the only one. Raises ChangeError.
+
+        Returns what changes, and the values before.
+        """
         models = [m for m in base_models(self._loop.spec, self._loop.words) if body.model in (None, m.name)]
         if len(models) != 1 or body.replicas:
             raise ChangeError("--set is for all replicas of one model: name it with --model, and no replicas")
         model, words = models[0], self._loop.words
         data = model.model_dump(mode="json")
-        unknown = [key for key in body.settings if key not in data or key in ("name", "replicas", "prefill", "decode")]
-        if unknown:
-            raise ChangeError(f"{unknown[0]} cannot be set here: it must be a key of a model, and no pool or name")
+        for key in body.settings:
+            if key in ("replicas", "prefill", "decode"):
+                raise ChangeError(f"{key} is changed with `{program_name()} scale`, not with --set")
+            if key not in data or key == "name":
+                near = get_close_matches(key, data, 1)
+                hint = f"did you mean {near[0]}? " if near else ""
+                raise ChangeError(
+                    f"{key} cannot be set: {hint}`{program_name()} config schema` has the keys of a model"
+                )
         set_now = {key: Changed(value, data[key]) for key, value in body.settings.items()}
         settings = words.settings | {model.name: words.settings.get(model.name, {}) | set_now}
         changes = self._compared(msgspec.structs.replace(words, settings=settings))
+        now = next((m.model_dump(mode="json") for m in self._loop.effective.models if m.name == model.name), data)
         words.settings = settings
-        return changes
+        return changes, {key: now[key] for key in body.settings}
 
     def scale(self, pool: str, replicas: int) -> dict[str, Any]:
         """Another number of replicas of a pool. Raises ChangeError."""
@@ -263,7 +293,26 @@ class Operators:
             entry = error.errors(include_url=False)[0]
             place = ".".join(map(str, entry["loc"]))
             raise ChangeError(f"{place}: {reason(entry)}".removeprefix(": ")) from error
+        self._check_room(new)
+        self._check_drained(new, words)
         return differences(self._loop.effective.models, new.models)
+
+    def _check_drained(self, spec: ClusterSpec, words: Words) -> None:
+        """Raises ChangeError if a model that can answer would have only drained replicas."""
+        answering = {
+            each.model.name for each in self._planner.wanted.values() if each.role.decodes and not each.drained
+        }
+        left: dict[str, list[Wanted]] = {}
+        for each in wanted_replicas(spec, words, self._loop.driver.digest).values():
+            if each.role.decodes:
+                left.setdefault(each.model.name, []).append(each)
+        for model, replicas in left.items():
+            if model in answering and all(each.drained for each in replicas):
+                names = " ".join(each.replica_id for each in replicas)
+                raise ChangeError(
+                    f"this would leave {model} with drained replicas alone: bring {names} back first, with "
+                    f"`{program_name()} undrain {replicas[0].replica_id}`"
+                )
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name not in self._names():
@@ -336,14 +385,17 @@ class Operators:
 
 
 def replica_operations(
-    loop: ControlLoop, membership: Membership, check: Callable[[ClusterSpec], ClusterSpec] = lambda spec: spec
+    loop: ControlLoop,
+    membership: Membership,
+    check: Callable[[ClusterSpec], ClusterSpec] = lambda spec: spec,
+    check_room: Callable[[ClusterSpec], None] = lambda spec: None,
 ) -> list[Operation]:
     """What operators may do. Each responds at once, or as soon as it is done; the status shows the progress.
 
-    check: see Operators. `recorded`: the next controller would know of it; false if Ray's GCS has not saved it within
-    SAVE_SECONDS.
+    check, check_room: see Operators. `recorded`: the next controller would know of it; false if Ray's GCS has not
+    saved it within SAVE_SECONDS.
     """
-    operators, profiles = Operators(loop, membership, check), Profiles(loop)
+    operators, profiles = Operators(loop, membership, check, check_room), Profiles(loop)
 
     async def recorded(document: dict[str, Any]) -> dict[str, Any]:
         try:

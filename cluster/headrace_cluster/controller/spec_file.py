@@ -29,6 +29,7 @@ class SpecFile:
         self._check = check
         self._content = content
         self.problem = ""  # why the file, or a part of it, is not used
+        self.refused = False  # all of it
 
     def reread(self) -> tuple[ClusterSpec, ClusterSpec] | None:
         """The spec as it is written now, and with commits; None while nothing is to change. It blocks."""
@@ -46,8 +47,9 @@ class SpecFile:
             if isinstance(error, SpecError):
                 self._content = content  # it is read again when it has changed; after other errors, without that
             self.problem = f"the spec file {self._path} is not used, and what it had before stays: {error}"
+            self.refused = True
             return None
-        self._content, self.problem = content, ""
+        self._content, self.problem, self.refused = content, "", False
         if rest:
             self.problem = f"{', '.join(rest)} of the spec file {self._path}: a change takes effect with the next start"
         return written, checked

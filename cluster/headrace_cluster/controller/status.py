@@ -10,6 +10,7 @@ from headrace_cluster.core.build import Build, State
 from headrace_cluster.core.planner import Planner
 from headrace_cluster.core.rank_config import ProfileOutcome, Stage
 from headrace_cluster.core.view import BUILT_AGAIN, ReplicaProgress, RouterPlace, View
+from headrace_cluster.core.wanted import differences
 from headrace_cluster.program import program_name
 from headrace_proto import control_pb2, replica_pb2
 
@@ -17,7 +18,7 @@ OUTDATED = "it is built again in turn"
 
 
 def status_document(loop: ControlLoop, membership: Membership) -> dict[str, Any]:
-    """The document that `headrace status --json` prints."""
+    """The document that `headrace status --json` prints. overrides: what operators changed in the spec's models."""
     now, planner = loop.clock(), loop.planner
     unreached = membership.unreached
     return {
@@ -26,6 +27,7 @@ def status_document(loop: ControlLoop, membership: Membership) -> dict[str, Any]
             router_status(router, unreached.get(router.id, ""), membership.placements(router.id))
             for router in sorted(membership.routers.values(), key=lambda router: router.metrics)
         ],
+        "overrides": differences(loop.spec.models, loop.effective.models),
         "problems": [
             *(build.foreign for build in planner.builds.values() if build.foreign),
             *loop.unused_words,
@@ -103,7 +105,9 @@ def _replica(loop: ControlLoop, name: str, now: float) -> dict[str, Any]:
             for other in planner.builds_of(name)
             if other is not build
         ],
-        "roll_failed": slot.refusal if slot is not None else "",
+        "roll_failed": slot.refusal
+        if slot is not None and wanted is not None and slot.refused == wanted.digest
+        else "",
         "unable": planner.unable.get(name, ""),
         "wanted": wanted is not None,
         "outdated": wanted is None or (build is not None and build.digest != wanted.digest),

@@ -22,7 +22,7 @@ from headrace_cluster.launch.banner import attached_note, show_ready, starting
 from headrace_cluster.launch.display import ClusterDisplay, show_failure, show_message, use_log_format
 from headrace_cluster.launch.server_record import ServerRecord
 from headrace_cluster.launch.signals import STOP_ALL
-from headrace_cluster.launch.start_checks import check_models, check_start
+from headrace_cluster.launch.start_checks import check_local, check_models, check_room, check_start
 from headrace_cluster.local.processes import set_parent_death_signal
 from headrace_cluster.local.run_logs import log_path, make_run_folder
 from headrace_cluster.program import program_name
@@ -161,7 +161,8 @@ def run_from_stdin(parent: int) -> None:
             log_folder=config.log_folder,
             replica_class=config.replica_class,
             supervised=True,
-            check=check_spec,
+            check=lambda spec: check_local(spec, log.warning),
+            check_room=check_room,
         )
         await controller.open()
         _handle_signals(controller)

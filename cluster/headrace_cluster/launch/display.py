@@ -77,7 +77,7 @@ class ClusterDisplay:
         for replica_id, cause in view.failures.items():
             if _without_countdown(self._failures.get(replica_id, "")) != _without_countdown(cause):
                 show_message(cause, "info" if cause == BUILT_AGAIN else "warning", replica=replica_id)
-        for replica_id in self._failures.keys() - view.failures.keys():
+        for replica_id in (self._failures.keys() - view.failures.keys()) & view.started.keys():
             show_message("ready again", replica=replica_id)
         self._failures = dict(view.failures)
         problems = _by_label(view.problems)

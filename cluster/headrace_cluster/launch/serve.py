@@ -7,6 +7,7 @@ import time
 from functools import partial
 from pathlib import Path
 
+from headrace_cluster.controller.spec_file import digest
 from headrace_cluster.core.rank_config import REPLICA_CLASS
 from headrace_cluster.core.view import ControllerConfig, View
 from headrace_cluster.errors import ReplicaFailedError, SpecError
@@ -44,14 +45,16 @@ class RunningCluster:
         routers: RouterGroup | None,
         record: ServerRecord,
         display: ClusterDisplay,
+        spec_file: Path | None = None,
     ) -> None:
-        """routers: none = they are started elsewhere."""
+        """routers: none = they are started elsewhere. spec_file: that was read."""
         self.view: View | None = None  # the last one
         self._ray = ray
         self._controller = controller
         self._routers = routers
         self._record = record
         self._shown = display
+        self._spec_file, self._content = spec_file, digest(spec_file) if spec_file is not None else b""
 
     def await_ready(self, signals: StopSignals) -> bool:
         """Waits until every replica and every router is ready; False if a stop is requested meanwhile.
@@ -81,8 +84,18 @@ class RunningCluster:
             view = self._supervise()
             if view is not None:
                 self._shown.show_changes(view)
+                self._look_at_spec_file()
                 if view.stop_requested:
                     return
+
+    def _look_at_spec_file(self) -> None:
+        """Says once per change what uses it."""
+        if self._spec_file is not None and (content := digest(self._spec_file)) != self._content:
+            self._content = content
+            show_message(
+                f"{self._spec_file} has changed: `{program_name()} apply -f {self._spec_file}` rolls its models out; "
+                "everything else takes effect with the next start"
+            )
 
     def _supervise(self) -> View | None:
         """One round of what is done in every phase."""
@@ -105,8 +118,15 @@ class RunningCluster:
 class Serve:
     """Runs one cluster and owns its processes, Ray's included. `run` blocks in the main thread."""
 
-    def __init__(self, spec: ClusterSpec, *, with_router: bool = True, replica_class: str = REPLICA_CLASS) -> None:
-        """Raises StateError, and SpecError for a spec that is of `headrace controller`."""
+    def __init__(
+        self,
+        spec: ClusterSpec,
+        *,
+        with_router: bool = True,
+        replica_class: str = REPLICA_CLASS,
+        spec_file: Path | None = None,
+    ) -> None:
+        """spec_file: of which the spec was read. Raises StateError, and SpecError for one of `headrace controller`."""
         if spec.ray.address is not None:
             command = program_name()
             raise SpecError(
@@ -118,6 +138,7 @@ class Serve:
                 "logs.files: off is for `headrace controller`; `serve` keeps the files of its last five runs"
             )
         self._spec = spec
+        self._spec_file = spec_file
         self._with_router = with_router
         self._replica_class = replica_class
         self._began = time.monotonic()
@@ -182,7 +203,7 @@ class Serve:
             self._routers = routers
             stack.callback(routers.stop, abort=lambda: ray.lost)
             routers.start(controller.control_address, Path(self._record.state.secret_file), logs)
-        cluster = RunningCluster(ray, controller, routers, self._record, display)
+        cluster = RunningCluster(ray, controller, routers, self._record, display, self._spec_file)
         if cluster.await_ready(self._signals) and cluster.view is not None:
             show_ready(self._record.state, cluster.view, self._spec, time.monotonic() - self._began)
             cluster.watch(self._signals.requested)

@@ -25,7 +25,7 @@ from headrace_router.access.tls_files import check_tls_files, load_tls_files
 from headrace_worker.device.dtypes import ELEMENT_BYTES, dtype_name
 from headrace_worker.device.memory import available_cores, available_memory
 from headrace_worker.model.headers import check_length, read_headers
-from headrace_worker.model.source import HubUnreachableError, ModelSource, hub_commit, is_here, resolve
+from headrace_worker.model.source import HubUnreachableError, ModelSource, hub_commit, is_here, may_be_hub_id, resolve
 
 # AMD's, and NVIDIA's where the bindings are missing: Ray and torch can use them, but they are not counted here.
 _UNCOUNTED_GPUS = (Path("/dev/kfd"), Path("/dev/nvidiactl"))
@@ -117,6 +117,27 @@ def check_models(
         for pool in {(pool.tp, pool.pp): pool for pool in model.pools}.values()
         if (need := _check_headers(spec, model, source, pool, machine)) is not None
     }
+
+
+def check_local(spec: ClusterSpec, warn: Callable[[str], None]) -> ClusterSpec:
+    """The spec with commits, where every rank runs on this machine: a path that is not here is wrong.
+
+    Raises a HeadraceError.
+    """
+    for model in spec.models:
+        if not may_be_hub_id(model.source):
+            with _prefix_errors(spec, model):
+                resolve(model.source, model.load_format)
+    return check_models(spec, warn)[0]
+
+
+def check_room(spec: ClusterSpec) -> None:
+    """Whether all ranks fit on this machine's CPUs and GPUs. Raises PlacementError."""
+    machine = this_machine()
+    check_cpus(spec.models, machine.cores)
+    if machine.gpus is not None:
+        for model in spec.models:
+            gpus_per_rank(spec.models, model, machine.gpus, "this machine")
 
 
 def _locate(spec: ClusterSpec, model: ModelSpec, warn: Callable[[str], None]) -> tuple[ModelSpec, ModelSource | None]:

@@ -78,10 +78,12 @@ class Controller:
         supervised: bool = False,
         spec_file: SpecFile | None = None,
         check: Callable[[ClusterSpec], ClusterSpec] = lambda spec: spec,
+        check_room: Callable[[ClusterSpec], None] = lambda spec: None,
     ) -> None:
         """log_folder: of the ranks; empty: none. supervised: a `serve` holds its ports and ends the cluster.
 
         spec_file: is read again when it changes. check: of models that operators apply; returns the spec with commits.
+        check_room: of any change that they make; raises a HeadraceError where it is known that there is no room.
         """
         self._spec = spec
         self._lease = lease
@@ -89,7 +91,7 @@ class Controller:
         self._admin_key = admin_key
         self._supervised = supervised
         self._spec_file = spec_file
-        self._check = check
+        self._check, self._check_room = check, check_room
         self._secret_file = secret_file
         self._key_file = SecretFile(key_file, "the admin key file") if (key_file := spec.admin.key_file) else None
         self._metrics_keys = KeyFiles(AuthConfig(metrics_key_file=spec.control.metrics_key_file))
@@ -146,7 +148,7 @@ class Controller:
             self._repeat("the watch over the admin key file", watch)
         if self._spec_file is not None:
             self._repeat("the watch over the spec file", partial(self._watch_spec, self._spec_file))
-        operations = replica_operations(self._loop, self._membership, self._check)
+        operations = replica_operations(self._loop, self._membership, self._check, self._check_room)
         documents = {"/status": self._status}
         app = admin_app(self._admin_keys, documents, self.stop, operations, is_loopback(self._spec.admin.host))
         tls = TlsFiles(self._spec.tls) if self._spec.tls.enabled else None
@@ -248,4 +250,5 @@ class Controller:
         document = status_document(self._loop, self._membership)
         if self._spec_file is not None and self._spec_file.problem:
             document["problems"].append(self._spec_file.problem)
+            document["spec_refused"] = self._spec_file.refused
         return document | {"controller": {"pid": os.getpid()}}

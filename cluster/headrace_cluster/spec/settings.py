@@ -2,25 +2,39 @@
 
 import os
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from headrace_cluster.errors import SpecError
 from headrace_cluster.program import program_name
 from headrace_cluster.spec.cluster_spec import ClusterSpec, parse_spec
-from headrace_cluster.spec.flag import settings_of
+from headrace_cluster.spec.flag import PREFIX, settings_of
 from headrace_proto.private_file import read_private
 
 SETTINGS = tuple(settings_of(ClusterSpec))
 
 # Kubernetes sets HEADRACE_PORT to tcp://… in every container beside a Service named headrace.
 _SERVICE_URLS = ("tcp://", "udp://", "sctp://")
+_OTHER_VARIABLES = ("API_KEY", "API_KEYS", "METRICS_KEY", "ADMIN_KEY", "CONFIG", "HOME", "SERVER", "CA", "CLIENT_CERT")
+_NEAR = 0.9  # of 1: how alike two names are
 
 
 def from_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Settings among environment variables, by setting name; empty ones count as absent."""
     given = {setting.name: environ.get(setting.variable, "").strip() for setting in SETTINGS}
     return {name: value for name, value in given.items() if value and not value.startswith(_SERVICE_URLS)}
+
+
+def misspelt(environ: Mapping[str, str]) -> list[str]:
+    """A sentence about each variable that is none of ours, but nearly one. Kubernetes adds others that begin alike."""
+    known = [setting.variable.removeprefix(PREFIX) for setting in SETTINGS] + list(_OTHER_VARIABLES)
+    found = []
+    for name in sorted(environ):
+        key = name.removeprefix(PREFIX)
+        if name.startswith(PREFIX) and key not in known and (near := get_close_matches(key, known, 1, _NEAR)):
+            found.append(f"{name} is not a setting, and not used: did you mean {PREFIX}{near[0]}?")
+    return found
 
 
 def read_file(path: Path) -> dict[str, Any]:

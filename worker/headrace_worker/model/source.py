@@ -67,7 +67,7 @@ def resolve(source: str, load_format: str = "auto", revision: str | None = None)
         return _from_file(source, path, load_format)
     if path.is_dir():
         return _from_folder(source, path, load_format)
-    if not _may_be_hub_id(source):
+    if not may_be_hub_id(source):
         raise ModelSourceError(f"There is no model at {source!r}: check the path to the folder or .gguf file.")
     return _from_hub(source, load_format, revision)
 
@@ -83,7 +83,7 @@ def hub_commit(source: str, revision: str | None) -> str | None:
     Nothing is downloaded, and nothing is asked about a commit. Where the Hub cannot be reached, or refuses for now, the
     commit of an earlier download.
     """
-    if not _may_be_hub_id(source):
+    if not may_be_hub_id(source):
         return None
     if revision is not None and _COMMIT.fullmatch(revision):
         return revision
@@ -106,7 +106,7 @@ def hub_commit(source: str, revision: str | None) -> str | None:
         return Path(found).name
 
 
-def _may_be_hub_id(source: str) -> bool:
+def may_be_hub_id(source: str) -> bool:
     is_path = Path(source).suffix == ".gguf" or source.startswith(("/", ".", "~"))
     return not is_path and _HUB_ID.fullmatch(source) is not None
 
