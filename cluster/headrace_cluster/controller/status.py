@@ -130,7 +130,8 @@ def _note(planner: Planner, name: str, now: float) -> str:
         if wanted is not None and not wanted.drained:
             return "draining: it is built again next"
         left = build.leave_until - now
-        return f"draining: what still runs in {left:.0f} s moves" if left > 0 else "draining: it is being stopped"
+        serves = build.state is State.DRAINING and left > 0
+        return f"draining: what still runs in {left:.0f} s moves" if serves else "draining: it is being stopped"
     if slot is not None and (loop := slot.crash_loop(now)):
         return loop
     if build is None or build.state is State.DEAD:
