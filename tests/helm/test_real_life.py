@@ -181,6 +181,7 @@ def test_a_worker_that_ends_fails_no_stream(release: Release) -> None:
         print(f"the worker ended with {status} after {time.monotonic() - began:.0f} s")
         release.start(*WORKER, 1)
         _await_settled(release)
+        eventually(lambda: _answers(release.agent(1)), SECONDS, "the next worker")
 
 
 @pytest.mark.parametrize("moves", [False, True], ids=["the same address", "another address"])

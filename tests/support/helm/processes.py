@@ -7,6 +7,7 @@ the machine's ports: those of a worker's Ray are shifted, and each router has an
 
 import base64
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from support.helm.chart import Object, Pod, named, pods
 
 WORKER_SHIFT = 100  # of the ports of a worker's Ray, for each worker
 FIRST_WORKER_PORT, WORKER_PORTS = 15_000, 200  # of the ranks there; the head's own begin at the chart's min-worker-port
+LOG_SHOWN = 1500  # bytes of the log of a container that ended
 RESTART_SECONDS = 2.0
 SHARED = ("/tmp", "/dev/shm")  # not renamed in arguments, variables and files
 PORTS = (
@@ -194,6 +196,8 @@ class Release:
                 for (pod, number, container), process in list(self._running.items()):
                     if process.poll() is not None:
                         print(f"{pod} {number}: {container} has ended with {process.returncode}, and starts again")
+                        print(self.log(pod, container, number)[-LOG_SHOWN:])
+                        _kill_session(process.pid)
                         self.start(pod, container, number)
 
     def _log(self, pod: str, container: str, number: int) -> Path:
@@ -306,6 +310,14 @@ def _kill(processes: "list[subprocess.Popen[bytes]]") -> None:
             each.kill()
     for process in processes:
         process.wait()
+
+
+def _kill_session(leader: int) -> None:
+    """What a container leaves that has ended: `ray start` leaves its processes when it fails."""
+    for each in psutil.process_iter():
+        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+            if os.getsid(each.pid) == leader:
+                each.kill()
 
 
 def _data(found: Object) -> dict[str, str]:
