@@ -51,6 +51,7 @@ class ClusterDisplay:
         self._stages: dict[str, tuple[str, int]] = {}
         self._unable: set[str] = set()
         self._failures: dict[str, str] = {}
+        self._down: set[str] = set()  # replicas that have failed, until they are ready or not wanted
         self._problems: dict[str, str] = {}
 
     def show_stage(self, part: str, stage: str, fraction: float = 0.0) -> None:
@@ -77,8 +78,12 @@ class ClusterDisplay:
         for replica_id, cause in view.failures.items():
             if _without_countdown(self._failures.get(replica_id, "")) != _without_countdown(cause):
                 show_message(cause, "info" if cause == BUILT_AGAIN else "warning", replica=replica_id)
-        for replica_id in (self._failures.keys() - view.failures.keys()) & view.started.keys():
-            show_message("ready again", replica=replica_id)
+        self._down |= view.failures.keys()
+        for replica_id in sorted(self._down - view.failures.keys()):
+            if replica_id in view.started:
+                show_message("ready again", replica=replica_id)
+            if replica_id in view.started or replica_id not in view.roles:
+                self._down.remove(replica_id)
         self._failures = dict(view.failures)
         problems = _by_label(view.problems)
         for label, problem in problems.items():
