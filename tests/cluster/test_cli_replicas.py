@@ -91,7 +91,7 @@ def test_status_waits_until_every_replica_is_ready_as_it_is_wanted(
     done = _run(scripted({"/status": [(code, refused)]}), "status", "--wait", "--json")
     assert done.returncode == 1 and json.loads(done.stdout)["spec_refused"]
     drained = scripted({"/status": _polls([ready, _entry("m-1", "drained", 2)])})
-    assert _run(drained, "status", "--wait").stderr.splitlines()[-1] == "headrace: 1 of 1 ready; drained: m-1"
+    assert _run(drained, "status", "--wait", "--json").stderr.splitlines()[-1] == "headrace: 1 of 1 ready; drained: m-1"
 
 
 def test_drain_shows_its_progress(scripted: Callable[[Responses], ScriptedAdmin]) -> None:
