@@ -3,6 +3,7 @@
 import contextlib
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -173,6 +174,24 @@ def test_what_is_no_tls_is_closed_without_harm(start: Any, authority: Authority)
                 assert b"HTTP/1.1 200" not in received and b"Traceback" not in received
     with _openai(router, _context(authority)) as client:
         assert client.models.list().data
+
+
+def test_a_handshake_that_has_begun_before_the_router_accepts_succeeds(
+    start: Any, harness: Any, authority: Authority
+) -> None:
+    """As under load: the client's first message waits in the socket when the connection is accepted."""
+    router = start()
+    sent = threading.Event()
+    harness.loop.call_soon_threadsafe(sent.wait, 10)  # the event loop accepts nothing meanwhile
+    with socket.create_connection(("127.0.0.1", router.http_port), 5) as sock:
+        secure = _context(authority).wrap_socket(sock, server_hostname="localhost", do_handshake_on_connect=False)
+        secure.setblocking(False)
+        with pytest.raises(ssl.SSLWantReadError):
+            secure.do_handshake()
+        sent.set()
+        secure.settimeout(5)
+        secure.do_handshake()
+        secure.close()
 
 
 def test_handshakes_are_bounded_in_number_and_time(start: Any, authority: Authority, eventually: Any) -> None:

@@ -99,7 +99,6 @@ class TlsProtocol(asyncio.Protocol):
             return
         self._place = place
         self._connections.add(self)
-        transport.pause_reading()  # until the handshake's protocol is there to receive
         self._task = asyncio.get_running_loop().create_task(self._complete_handshake())
 
     def data_received(self, data: bytes) -> None:
@@ -110,6 +109,9 @@ class TlsProtocol(asyncio.Protocol):
         self.transport.abort()
 
     async def _complete_handshake(self) -> None:
+        # Until the handshake's protocol is there to receive. Not in `connection_made`: Python 3.11.2 begins to read
+        # after it in spite of a pause. This step runs before the first read.
+        self.transport.pause_reading()
         try:
             secure, paced = await self._handshakes.complete(self.transport, self)
         except OSError as error:
