@@ -4,7 +4,7 @@ import copy
 import json
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ from support.helm.processes import Release, has_namespaces
 from support.integration.tiny_llama import save_tiny_llama
 
 pytestmark = pytest.mark.skipif(not has_namespaces(), reason="this machine lets no process make a mount namespace")
-SECONDS = 120
+SECONDS = 240
+LOOK_SECONDS = 5.0  # between two `headrace status`, each of which is a second of a core that Ray needs to start
 ROUTER = ("router", "router")
 MODEL: dict[str, Any] = {
     "source": "/models/tiny",
@@ -56,7 +57,7 @@ def release() -> Iterator[Release]:
             for number in (0, 1):
                 made.start(*WORKER, number)
                 made.start(*ROUTER, number)
-            eventually(lambda: _settled(made), SECONDS, "two ready replicas")
+            _await(lambda: _settled(made), "two ready replicas")
             yield made
         except BaseException:
             print(made.log(*CONTROLLER)[-3000:], *(made.log(*WORKER, number)[-1500:] for number in (0, 1)))
@@ -89,9 +90,13 @@ def _settled(release: Release, count: int = 2) -> bool:
     return len(good) == len(replicas) == count
 
 
+def _await(condition: Callable[[], object], what: str) -> None:
+    eventually(condition, SECONDS, what, LOOK_SECONDS)
+
+
 def _await_settled(release: Release, count: int = 2) -> None:
     try:
-        eventually(lambda: _settled(release, count), SECONDS)
+        _await(lambda: _settled(release, count), f"{count} settled replicas")
     except AssertionError:
         print(json.dumps(_status(release), indent=1), release.log(*CONTROLLER)[-3000:])
         raise
@@ -126,18 +131,18 @@ def test_a_new_spec_is_rolled_out_and_a_wrong_one_is_refused(release: Release) -
     before = _builds(release)
     with Clients(release, "ConfigMap with another max_num_seqs"):
         release.apply(_objects(max_num_seqs=6))
-        eventually(lambda: all(now[1] > was[1] for now, was in zip(_builds(release), before, strict=True)), SECONDS)
+        _await(lambda: all(now[1] > was[1] for now, was in zip(_builds(release), before, strict=True)), "new builds")
         _await_settled(release)
     rolled = _builds(release)
     assert len({r["ranks"][0]["node"] for r in _status(release)["replicas"]}) == 2, "they are still spread"
     with Clients(release, "ConfigMap with an unknown key"):
         release.apply(_with_text(_objects(max_num_seqs=6), "max_num_seqs: 6", "max_num_sequences: 6"))
-        eventually(lambda: any("is not used" in each for each in _status(release)["problems"]), SECONDS)
+        _await(lambda: any("is not used" in each for each in _status(release)["problems"]), "a problem of the spec")
         time.sleep(5)
     assert _builds(release) == rolled
     with Clients(release, "ConfigMap with a folder that is not there"):
         release.apply(_objects(max_num_seqs=6, source="/models/none"))
-        eventually(lambda: any(r["roll_failed"] for r in _status(release)["replicas"]), SECONDS)
+        _await(lambda: any(r["roll_failed"] for r in _status(release)["replicas"]), "a build that failed")
         time.sleep(5)
     assert [_builds(release)[0][2], _builds(release)[1][2]] == [build[2] for build in rolled]
     release.apply(_objects(max_num_seqs=6))
@@ -179,6 +184,8 @@ def test_a_worker_that_ends_fails_no_stream(release: Release) -> None:
         began = time.monotonic()
         status = release.terminate(*WORKER, 120, 1)
         print(f"the worker ended with {status} after {time.monotonic() - began:.0f} s")
+        time.sleep(5)
+    with Clients(release, "the next worker starts"):
         release.start(*WORKER, 1)
         _await_settled(release)
         eventually(lambda: _answers(release.agent(1)), SECONDS, "the next worker")

@@ -23,12 +23,14 @@ TWO_SMALL = ("--max-model-len", "2048", "--kv-cache-memory", "128MiB", "--replic
 UNREACHABLE_RAY = "192.0.2.55:6379"  # a documentation address (RFC 5737): no Ray answers there
 
 
-def eventually(condition: Callable[[], object], seconds: float, what: str = "the condition") -> None:
-    """Returns once the condition holds; fails when it does not in time."""
+def eventually(
+    condition: Callable[[], object], seconds: float, what: str = "the condition", every: float = 0.05
+) -> None:
+    """Returns once the condition holds; fails when it does not in time. every: seconds between two looks."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not come true within {seconds} s"
-        time.sleep(0.05)
+        time.sleep(every)
 
 
 def environment(home: Path) -> dict[str, str]:
