@@ -38,6 +38,7 @@ def run(run: SectionRun) -> Iterator[Figure]:
             {"name": operator.name[:80], "calls": operator.calls, "ms": round(operator.milliseconds, 3)}
             for operator in report.operators if operator.on_device or run.device == "cpu"
         ]})  # fmt: skip
+    bench.close()
 
 
 def record(bench: Any, batch: int, context: int) -> Any:

@@ -33,6 +33,7 @@ def run(run: SectionRun) -> Iterator[Figure]:
     floor = run.ceilings.seconds(type(whole)(whole.bytes, whole.flop * burst))
     yield Figure(f"last of {burst} prompts of {burst_length} at once", first[-1] * 1e3, "ms", floor * 1e3,
                  {"p50_ms": round(median(first) * 1e3, 1)})  # fmt: skip
+    bench.close()
 
 
 SECTION = Section("ttft", "first tokens: alone, cached, 32 prompts at once", ("qwen3-0.6b", "llama-8b"), 110, run)

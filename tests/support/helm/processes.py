@@ -23,7 +23,7 @@ from support.helm.chart import Object, Pod, named, pods
 
 WORKER_SHIFT = 100  # of the ports of a worker's Ray, for each worker
 FIRST_WORKER_PORT, WORKER_PORTS = 15_000, 200  # of the ranks there; the head's own begin at the chart's min-worker-port
-LOG_SHOWN = 1500  # bytes of the log of a container that ended
+LOG_SHOWN = 1500  # characters of the log of a container that ended
 RESTART_SECONDS = 2.0
 SHARED = ("/tmp", "/dev/shm")  # not renamed in arguments, variables and files
 PORTS = (
@@ -68,6 +68,8 @@ class Release:
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def __post_init__(self) -> None:
+        hidden = Path(sys.executable).is_relative_to("/tmp")
+        assert not hidden, f"Each pod has a /tmp of its own, without {sys.executable}: use a checkout elsewhere."
         self.name = named(self.objects, "RayCluster")["metadata"]["name"]
         self._token = "0123456789abcdef" * 4  # KubeRay makes it
         self._keys: dict[str, str] = {}  # of the Secret, which helm keeps
