@@ -69,8 +69,8 @@ def test_stop_finishes_requests_and_leaves_nothing(pair: tuple[Serve, Serve], ev
     assert first.stderr_text.rstrip().endswith(" stopped")
     for noise in ("Traceback", "*** SIGTERM", "was killed"):
         assert noise not in first.stderr_text
-    files = [path.name for path in first.home.iterdir() if path.name not in ("logs", "cache")]
-    assert files == [], "keys and tokens are removed"
+    files = [path.name for path in first.home.iterdir() if path.name not in ("logs", "cache", "ranks")]
+    assert files == [], "keys and tokens are removed (`ranks`: the stages of ended ranks, which the next one removes)"
     assert len(_answer(second)) == 8, "the other serve still runs"
 
 
