@@ -68,8 +68,8 @@ class Release:
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def __post_init__(self) -> None:
-        hidden = Path(sys.executable).is_relative_to("/tmp")
-        assert not hidden, f"Each pod has a /tmp of its own, without {sys.executable}: use a checkout elsewhere."
+        hidden = [path for path in (sys.executable, __file__) if Path(path).is_relative_to("/tmp")]
+        assert not hidden, f"Each pod has a /tmp of its own, without {hidden[0]}: use a checkout elsewhere."
         self.name = named(self.objects, "RayCluster")["metadata"]["name"]
         self._token = "0123456789abcdef" * 4  # KubeRay makes it
         self._keys: dict[str, str] = {}  # of the Secret, which helm keeps
