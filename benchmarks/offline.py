@@ -2,6 +2,7 @@
 
     python benchmarks/offline.py [--rounds 5] [--forms q4_1,q8_0,f32,bf16] [--save]
         [--workloads single,prefill,batch] [--only REGEX]     REGEX: of contenders
+        [--served]                            also the same over HTTP: a `serve` for each form and arithmetic
         [--llama PYTHON] [--vllm PYTHON]      interpreters of environments with llama-cpp-python and vLLM: see peers/
 
 Workloads (random prompts, greedy, end-of-sequence ignored; prompts are new in every round, so nothing is cached):
@@ -12,9 +13,13 @@ Workloads (random prompts, greedy, end-of-sequence ignored; prompts are new in e
 Forms of the embedded model: the GGUF as it is (q4_1), the same values as Q8_0 and F32 files, and in bfloat16. Headrace
 runs in exact and in bf16 arithmetic, once layer by layer (`unfused`), and once with torch's linears (`unpacked`);
 `transformers` is plain `generate`, beside F32. A round before the first one warms up.
+
+`served` is the engine behind a router that streams to this process, on the same processors; its speed is printed as a
+part of the engine's in this process.
 """
 
 import argparse
+import asyncio
 import json
 import os
 import re
@@ -32,6 +37,7 @@ from typing import Any, Literal
 
 import gguf
 import machine
+import serving
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -100,16 +106,28 @@ def headrace(source: str, arithmetic: Literal["exact", "bf16"] = "exact", plan: 
         cpu_arithmetic=arithmetic,
     )  # fmt: skip
     engine = OfflineEngine(config, load(config, plan=plan))
-    greedy = RowSampling(temperature=0.0)
+    greedy, threads = RowSampling(temperature=0.0), torch.get_num_threads()
 
     def run(prompts: Sequence[list[int]], tokens: Sequence[int]) -> float:
-        torch.set_num_threads(engine.assembly.model.threads)
+        torch.set_num_threads(threads)  # other contenders have theirs
         began = time.perf_counter()
         work = zip(prompts, tokens, strict=True)
         done = engine.generate([Prompt(prompt, count, greedy, ignore_eos=True) for prompt, count in work])
         seconds = time.perf_counter() - began
         assert [len(completion.token_ids) for completion in done] == list(tokens)
         return seconds
+
+    return run
+
+
+def served(stack: ExitStack, source: str, arithmetic: Literal["exact", "bf16"] = "exact") -> Run:
+    """A server of its own, and one client that streams all prompts at the same time."""
+    flags = ("--dtype", "float32", "--max-model-len", "2048", "--cpu-arithmetic", arithmetic)
+    url = stack.enter_context(serving.own_server(source, *flags))
+    model = asyncio.run(serving.first_model(url))
+
+    def run(prompts: Sequence[list[int]], tokens: Sequence[int]) -> float:
+        return asyncio.run(serving.drive(url, model, list(zip(prompts, tokens, strict=True)), len(prompts)))[1]
 
     return run
 
@@ -172,6 +190,9 @@ def contenders(arguments: argparse.Namespace, folder: Path, stack: ExitStack) ->
             makers[f"llama.cpp {form}"] = partial(stack.enter_context, peer(*command))
     if "q4_1" in forms:
         makers["headrace q4_1 bf16 arithmetic"] = lambda: headrace("smollm2", "bf16")
+        if arguments.served:
+            makers["served q4_1"] = lambda: served(stack, "smollm2")
+            makers["served q4_1 bf16 arithmetic"] = lambda: served(stack, "smollm2", "bf16")
         makers["headrace q4_1 unfused"] = lambda: headrace("smollm2", plan=SurgeryPlan(native=False))
         makers["headrace q4_1 unpacked"] = lambda: headrace("smollm2", plan=SurgeryPlan(linears=False, native=False))
     if "f32" in forms:
@@ -182,6 +203,8 @@ def contenders(arguments: argparse.Namespace, folder: Path, stack: ExitStack) ->
             if form == "bf16":
                 makers["headrace bf16"] = partial(headrace, str(folder / form))
                 makers["headrace bf16 bf16 arithmetic"] = partial(headrace, str(folder / form), "bf16")
+                if arguments.served:
+                    makers["served bf16 bf16 arithmetic"] = lambda: served(stack, str(folder / "bf16"), "bf16")
             if arguments.vllm:
                 command = (arguments.vllm, str(PEERS / "vllm_cpu.py"), str(folder / form), threads)
                 kind = str(dtype).removeprefix("torch.")
@@ -195,6 +218,7 @@ def main() -> None:
     parser.add_argument("--forms", default="q4_1,q8_0,f32,bf16")
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
     parser.add_argument("--only", default="", metavar="REGEX", help="names of contenders")
+    parser.add_argument("--served", action="store_true", help="also over HTTP")
     parser.add_argument("--llama", metavar="PYTHON")
     parser.add_argument("--vllm", metavar="PYTHON")
     parser.add_argument("--save", action="store_true", help="append to results/offline.jsonl")
@@ -219,8 +243,10 @@ def main() -> None:
                     print(f"round {number} {workload:8s} {name:32s} {speed:8.1f} tok/s", flush=True)
     medians = {name: round(median(values), 1) for name, values in speeds.items()}
     for name, value in medians.items():
-        base = medians.get(f"{name.partition('/')[0]}/headrace q4_1")
-        print(f"{name:42s} {value:8.1f} tok/s" + (f"  {value / base:5.2f} of headrace q4_1" if base else ""))
+        workload, _, contender = name.partition("/")
+        base = contender.replace("served", "headrace") if contender.startswith("served") else "headrace q4_1"
+        engine = medians.get(f"{workload}/{base}")
+        print(f"{name:42s} {value:8.1f} tok/s" + (f"  {value / engine:5.2f} of {base}" if engine else ""))
     if arguments.save:
         all_of = {name: [round(value, 1) for value in values] for name, values in speeds.items()}
         print(machine.save("offline", {"tok_s": medians, "all": all_of, "rounds": arguments.rounds}))

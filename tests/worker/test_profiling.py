@@ -3,6 +3,7 @@
 import gzip
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -185,7 +186,7 @@ def test_operators_are_ranked_by_their_own_time() -> None:
 def test_torch_records_the_thread_that_runs_the_steps(tmp_path: Path, threaded: bool) -> None:
     import torch
 
-    from headrace_worker.assembly.step_thread import StepThread
+    from headrace_worker.assembly.step_thread import ThreadRunner
     from headrace_worker.core.engine import Engine
 
     config = ReplicaConfig(replica_id="m-0", model="m", source="", profile_dir=str(tmp_path))
@@ -195,7 +196,7 @@ def test_torch_records_the_thread_that_runs_the_steps(tmp_path: Path, threaded: 
     plain = base.runner.on_launch
     base.runner.on_launch = lambda plan: (plain(plan), torch.ones(3, 3) @ torch.ones(3, 3))[0]
     profiled: Any = ProfiledRunner(base.runner, profiler)
-    runner = StepThread(profiled) if threaded else profiled
+    runner = ThreadRunner(profiled, ThreadPoolExecutor(1)) if threaded else profiled
     base.engine = Engine(base.scheduler, runner, base.clock, 1 if threaded else 0)
     profiler.warm_up()
     window = profiler.open(4, 60)

@@ -44,7 +44,10 @@ class OfflineEngine:
     """Generates for batches of prompts with continuous batching."""
 
     def __init__(self, engine: ReplicaConfig | Assembly, model: LoadedModel | None = None) -> None:
-        """`engine`: a configuration to assemble one for, or an assembled one, possibly of several ranks."""
+        """`engine`: a configuration to assemble one for, or an assembled one, possibly of several ranks.
+
+        On a CPU the thread that assembles an engine also generates: any other computes with one thread (`use_threads`).
+        """
         self.assembly = engine if isinstance(engine, Assembly) else assemble(engine, model=model)
 
     def generate(self, prompts: Sequence[Prompt], after_step: Callable[[], None] = lambda: None) -> list[Completion]:

@@ -1,5 +1,6 @@
 """A replica's gRPC server with a real engine loop and a fake runner."""
 
+import threading
 from typing import Any
 
 import grpc
@@ -35,7 +36,7 @@ class ServedEngine:
         self.description = Description(facts, b"t" * (3 << 19))
         self.servicer = Servicer(self.description, self.loop, bench.kv.start_chain, b"b" * 16, pair_registry, MEMBER)
         self.address = self.server.start(self.servicer)
-        self.loop.start()
+        threading.Thread(target=self.loop.run, name="steps", daemon=True).start()
 
     def stub(self, channel: grpc.aio.Channel) -> ReplicaStub:
         return ReplicaStub(channel)

@@ -78,9 +78,10 @@ def outputs_of(step: Callable[[], list[Output]], begin: Callable[[EngineLoop], N
     loop = EngineLoop(engine, reports.append, CommandQueue())
     loop._held.add(b"a")
     begin(loop)
-    loop.start()
+    thread = threading.Thread(target=loop.run, daemon=True)
+    thread.start()
     assert loop.ended.wait(30)
-    loop._thread.join(30)
+    thread.join(30)
     assert reports[-1].last
     return [output for report in reports for output in report.outputs]
 

@@ -2,14 +2,14 @@
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-
-import torch
+from typing import TypeVar
 
 from headrace_proto.block_hash import BlockHasher
 from headrace_worker.assembly.command_queue import CommandQueue
 from headrace_worker.assembly.step_memory import measure_step_memory
-from headrace_worker.assembly.step_thread import StepThread
+from headrace_worker.assembly.step_thread import ThreadRunner
 from headrace_worker.assembly.stepping import choose_depth, choose_recorder, loop_note, record_steps
 from headrace_worker.assembly.transfer_reports import to_commands
 from headrace_worker.comm.interface import rank_host
@@ -23,7 +23,7 @@ from headrace_worker.core.scheduler import Scheduler
 from headrace_worker.core.scheduler_limits import SchedulerLimits
 from headrace_worker.core.step_runner import StepRunner
 from headrace_worker.core.transfer.orders import TransferReport
-from headrace_worker.device.choice import open_device
+from headrace_worker.device.choice import open_device, use_threads
 from headrace_worker.device.rank_device import RankDevice
 from headrace_worker.kv_transfer.transfer_worker import TransferWorker
 from headrace_worker.model.kv_shards import kv_shards
@@ -37,6 +37,8 @@ from headrace_worker.ranks.team import Team
 from headrace_worker.runner.pools import KVPools
 from headrace_worker.runner.runner import Runner
 from headrace_worker.runner.warmup import time_steps, warm_up
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +82,10 @@ def assemble_part(
 ) -> RankPart:
     """Loads the model (unless it is given) and sizes the cache to what all ranks can hold. Raises a HeadraceError.
 
-    `device`: of the rank, which this thread uses; None: that of `config`, for one rank in this process.
+    The thread that calls this runs the steps: see `use_threads`. `device`: of the rank, which this thread uses; None:
+    that of `config`, for one rank in this process.
     """
+    use_threads(config.cpu_threads)
     if model is None:
         device = device or open_device(config.device)
         device.use()
@@ -143,16 +147,25 @@ def assemble(
 
     `cache_key`: 32 bytes of the block hash. `device`: see `assemble_part`.
     """
+    device = device or (model.device if model is not None else open_device(config.device))
+    depth, threaded = choose_depth(config, device)
+    thread = ThreadPoolExecutor(1, thread_name_prefix="headrace-device") if threaded else None
+
+    def on_thread(call: Callable[[], Result]) -> Result:
+        """On the thread that will run the steps: what loads there computes there, see `use_threads`."""
+        return call() if thread is None else thread.submit(call).result()
+
     commands = CommandQueue()
-    part = assemble_part(config, to_commands(commands), report, model, team, device)
+    given = model
+    part = on_thread(lambda: assemble_part(config, to_commands(commands), report, given, team, device))
     model, runner, size, max_model_len = part.model, part.runner, part.size, part.max_model_len
     ranks = None
     if team is not None:
         team.gather_all(0)  # the pools of all ranks are allocated
         ranks = MultiRankRunner(runner, StageRunner(model, runner, team), team)
     stepper = ranks or runner
-    warm = warm_up(stepper, report, config.max_num_batched_tokens)
-    notes = record_steps(stepper, choose_recorder(config, model.device) if part.records else None, report)
+    warm = on_thread(lambda: warm_up(stepper, report, config.max_num_batched_tokens))
+    notes = record_steps(stepper, choose_recorder(config, device) if part.records else None, report)
     limits = SchedulerLimits(
         part.max_num_seqs,
         warm.max_num_batched_tokens,
@@ -165,10 +178,9 @@ def assemble(
         BlockHasher(cache_key),
         ModelScope(config.model, model.source.revision, model.dtype_name, model.dtype_name),
     )
-    depth, threaded = choose_depth(config, model.device)
     steps: StepRunner = stepper if profiler is None else ProfiledRunner(stepper, profiler)
-    if threaded:
-        steps = StepThread(steps, lambda: _prepare_thread(model))
+    if thread is not None:
+        steps = ThreadRunner(steps, thread)
     engine = Engine(
         Scheduler(limits, kv, time.monotonic), steps, time.monotonic, depth=depth, ranks=config.tp * config.pp
     )
@@ -176,8 +188,3 @@ def assemble(
     engine.latency.start(time_steps(stepper) if model.device.asynchronous else warm.steps)
     notes = [*part.notes, *notes, loop_note(depth, config)]
     return Assembly(engine, model, runner, part.transfers, kv, size, limits, max_model_len, commands, ranks, notes)
-
-
-def _prepare_thread(model: LoadedModel) -> None:
-    model.device.use()
-    torch.set_num_threads(model.threads)

@@ -1,4 +1,4 @@
-"""The step loop: one thread that owns the engine. Other threads queue commands and receive reports."""
+"""The step loop: the thread that owns the engine. Other threads queue commands and receive reports."""
 
 import threading
 import time
@@ -36,7 +36,7 @@ class StepReport:
 
 
 class EngineLoop:
-    """Runs an engine on its own thread.
+    """Runs an engine on the thread that calls `run`.
 
     `sink` is called on that thread once per iteration and must only pass the report on. When the loop fails, every
     request that it held gets a cancelled output in a last report, and `failure` is the cause.
@@ -47,20 +47,19 @@ class EngineLoop:
         engine: Engine,
         sink: Callable[[StepReport], None],
         commands: CommandQueue,
-        prepare: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         watch: StepWatch | None = None,
     ) -> None:
         """`commands`: the queue that the engine's transfers report to; others may use it before the loop exists.
 
-        `prepare` runs on the thread first. `watch`: of the engine's steps.
+        `watch`: of the engine's steps.
         """
         self.commands = commands
         self.failure: BaseException | None = None
         self.ended = threading.Event()
+        self._returned = threading.Event()  # `run`, after its last report
         self._engine = engine
         self._sink = sink
-        self._prepare = prepare
         self._clock = clock
         self._watch = watch
         self._stopping = False
@@ -69,15 +68,11 @@ class EngineLoop:
         self._idle_steps = 0
         self._accepted = 0
         self._held: set[bytes] = set()
-        self._thread = threading.Thread(target=self._run, name="headrace-steps", daemon=True)
 
     @property
     def clock(self) -> Callable[[], float]:
         """The clock of request deadlines."""
         return self._clock
-
-    def start(self) -> None:
-        self._thread.start()
 
     def submit(self, request: Request) -> None:
         """Queues a request for the engine; its outputs, a refusal included, are passed to the sink."""
@@ -103,11 +98,10 @@ class EngineLoop:
         self.ended.set()
 
     def stop(self, timeout: float = 10.0) -> None:
-        """Ends the loop after the current step; remaining requests get a cancelled output."""
+        """Ends the loop after the current step; remaining requests get a cancelled output. From any other thread."""
         self._stopping = True
         self.commands.wake()
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join(timeout)
+        self._returned.wait(timeout)
 
     def _accept(self, request: Request) -> Output | None:
         self._accepted += 1
@@ -118,9 +112,9 @@ class EngineLoop:
             self._held.add(request.attempt_id)
         return refusal
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Runs until `stop`, or until the engine or its runner fails."""
         try:
-            self._prepare()
             while not self._stopping and self.failure is None:
                 self._run_once()
             if self.failure is not None:
@@ -134,6 +128,7 @@ class EngineLoop:
             self._end_all(Finish.CANCELLED, "the replica failed")
         finally:
             self.ended.set()
+            self._returned.set()
 
     def _run_once(self) -> None:
         if not self._engine.has_work:

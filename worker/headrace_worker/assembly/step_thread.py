@@ -1,11 +1,11 @@
-"""Runs steps on their own thread: on a CPU this makes `launch` return before the step is done.
+"""A thread that loads and runs steps beside the engine's: on a CPU this makes `launch` return before the step is done.
 
 A GPU does not need it: the device runs asynchronously. Kernels and large tensor operations release the GIL, so that the
 next step can be planned meanwhile.
 """
 
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,13 +21,13 @@ class ThreadStep:
     latest: "Future[Any]"  # its result; the inner runner's handle until `draw` is called
 
 
-class StepThread:
+class ThreadRunner:
     """A `StepRunner` that runs all calls of another one on a single thread, in order."""
 
-    def __init__(self, runner: StepRunner, prepare: Callable[[], None] = lambda: None) -> None:
-        """`prepare` runs on the thread first."""
+    def __init__(self, runner: StepRunner, thread: Executor) -> None:
+        """`thread`: of one thread; the one that loaded the model."""
         self._runner = runner
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="headrace-device", initializer=prepare)
+        self._thread = thread
 
     def launch(self, plan: StepPlan) -> ThreadStep:
         return ThreadStep(self._thread.submit(self._runner.launch if plan.guided else self._run, plan))

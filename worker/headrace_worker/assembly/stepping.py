@@ -15,7 +15,7 @@ log = structlog.get_logger(__name__)
 
 
 def choose_depth(config: ReplicaConfig, device: RankDevice) -> tuple[int, bool]:
-    """How many steps are in flight when the next is planned, and whether steps need a `StepThread`.
+    """How many steps are in flight when the next is planned, and whether steps need a `ThreadRunner`.
 
     Pipeline stages are in flight anyway. A GPU runs asynchronously. On a CPU host and device share the cores, and a
     step that is planned ahead computes one token too many at the end of each answer: only on request.

@@ -15,7 +15,7 @@ from headrace_worker.comm.parallel_context import SINGLE, ParallelContext
 from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.core.layout import CacheLayout
 from headrace_worker.core.progress import Progress, ignore_progress
-from headrace_worker.device.choice import choose_dtype, open_device, set_threads
+from headrace_worker.device.choice import choose_dtype, open_device
 from headrace_worker.device.rank_device import RankDevice
 from headrace_worker.model import buffers, surgery
 from headrace_worker.model.build import build_meta, check_rope, output_rows, read_config
@@ -41,7 +41,6 @@ class LoadedModel:
     dtype: torch.dtype
     layout: CacheLayout
     parallel: ParallelContext  # the part of the model
-    threads: int
     weight_bytes: int
     read_bytes: int  # of the checkpoint's files
     notes: list[str]
@@ -80,7 +79,6 @@ def load(
     device = device or open_device(config.device)
     place = device.torch_device
     dtype = choose_dtype(config.dtype, place.type, config.deterministic)
-    threads = set_threads(config.cpu_threads)
     gguf = GgufFile(source.path) if source.is_gguf else None
     hf_config = read_config(source, gguf, config.trust_remote_code)
     check_rope(hf_config, config.max_model_len)
@@ -140,7 +138,6 @@ def load(
         dtype=dtype,
         layout=layout,
         parallel=parallel,
-        threads=threads,
         weight_bytes=weight_bytes,
         read_bytes=weights.read_bytes,
         notes=notes,

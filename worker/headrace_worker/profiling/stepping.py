@@ -15,7 +15,7 @@ from headrace_worker.runner.runner import Runner
 
 
 class ProfiledRunner:
-    """A profiled `StepRunner` on rank 0. Wrap it in a `StepThread`, not the other way round."""
+    """A profiled `StepRunner` on rank 0. Wrap it in a `ThreadRunner`, not the other way round."""
 
     def __init__(self, runner: StepRunner, profiler: StepProfiler) -> None:
         self._runner = runner

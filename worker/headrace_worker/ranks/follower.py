@@ -23,7 +23,7 @@ log = structlog.get_logger(__name__)
 
 
 class Follower:
-    """Runs rank 0's commands on its own thread, until `StopRank` or until a rank is lost."""
+    """Runs rank 0's commands on the thread that calls `run`, until `StopRank` or until a rank is lost."""
 
     def __init__(self, stage: StageRunner, team: Team, recorder: GraphRecorder | None = None) -> None:
         """`recorder`: for `RecordSteps` commands; rank 0 has one exactly where the others do."""
@@ -37,13 +37,7 @@ class Follower:
         # A channel of its own: its thread sends while the follower's receives.
         answers = Channel(team.host, team.topology.pp - 1)
         self._answers = AnswerSender(answers, stage.runner.device, team.detector.check, self._step_failed)
-        self._thread = threading.Thread(target=self._run, name="headrace-follower", daemon=True)
-
-    def start(self) -> None:
-        self._team.detector.on_loss(self.abandon)
-        if self._team.topology.samples:
-            self._answers.start()
-        self._thread.start()
+        team.detector.on_loss(self.abandon)
 
     def join(self, seconds: float) -> None:
         """Wait until this rank has ended, for `seconds` at most."""
@@ -56,9 +50,11 @@ class Follower:
         self.failure = self.failure or error
         self.ended.set()
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Runs commands until the end of this rank."""
         try:
-            self._stage.runner.device.use()
+            if self._team.topology.samples:
+                self._answers.start()
             while self._run_command():
                 pass
             self._answers.stop()

@@ -3,6 +3,7 @@
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 
 from headrace_proto.block_hash import derive_key
 from headrace_proto.cluster_member import ClusterMember, ClusterSecret
@@ -71,35 +72,47 @@ class Replica:
         """
         device = self._open_device(self._config.device)
         device.use()
+        if rendezvous is None:
+            running = self._start_steps(device, None).result()
+            started = running.await_ready()
+        else:
+            self._report("connecting to the other ranks", 0.0)
+            self._team = team = join_team(self._config, device, self._rank, rendezvous, self._opened)
+            try:
+                running = team.detector.guard(self._start_steps(device, team).result)
+                started = running.await_ready()
+            except Exception as error:
+                team.detector.fail(str(error) if isinstance(error, HeadraceError) else type(error).__name__)
+                raise
+        self._end_watch = device.watch_faults(running.fail)
+        return started
+
+    def _start_steps(self, device: RankDevice, team: Team | None) -> "Future[ServingRank | FollowingRank]":
+        """Starts the thread that loads, warms up and runs all steps: one, so that OpenMP has one team of threads."""
+        built: Future[ServingRank | FollowingRank] = Future()
+
+        def run() -> None:
+            try:
+                device.use()
+                self._running = running = self._build(device, team)
+            except BaseException as error:
+                built.set_exception(error)
+            else:
+                built.set_result(running)
+                running.loop.run()
+
+        threading.Thread(target=run, name="headrace-steps", daemon=True).start()
+        return built
+
+    def _build(self, device: RankDevice, team: Team | None) -> ServingRank | FollowingRank:
         self._profiler = make_profiler(self._config, self._rank)
         if self._profiler is not None:
             self._report("preparing the profiler", 0.0)
             self._profiler.warm_up()
-        started = self._start_rank(device, rendezvous)
-        if self._running is not None:
-            self._end_watch = device.watch_faults(self._running.fail)
-        return started
-
-    def _start_rank(self, device: RankDevice, rendezvous: Rendezvous | None) -> ReplicaStarted:
-        if rendezvous is None:
-            return self._serve(device, None)
-        self._report("connecting to the other ranks", 0.0)
-        self._team = team = join_team(self._config, device, self._rank, rendezvous, self._opened)
-        try:
-            return team.detector.guard(lambda: self._follow(team) if self._rank else self._serve(device, team))
-        except Exception as error:
-            team.detector.fail(str(error) if isinstance(error, HeadraceError) else type(error).__name__)
-            raise
-
-    def _serve(self, device: RankDevice, team: Team | None) -> ReplicaStarted:
+        if team is not None and self._rank:
+            return FollowingRank(self._config, self._boot_id, self._report, team, self._profiler)
         own = (self._config, self._member, self._cache_key, self._boot_id)
-        self._running = running = ServingRank(*own, self._report, device, team, self._profiler)
-        return running.started
-
-    def _follow(self, team: Team) -> ReplicaStarted:
-        parts = (self._config, self._boot_id, self._report, team, self._profiler)
-        self._running = running = FollowingRank(*parts)
-        return running.started
+        return ServingRank(*own, self._report, device, team, self._profiler)
 
     def wait(self) -> None:
         """Blocks until `stop`. Raises EngineDeadError when the rank's loop fails, or another rank is lost."""

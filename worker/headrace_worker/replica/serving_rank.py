@@ -7,7 +7,7 @@ from headrace_worker.assembly.loop import EngineLoop
 from headrace_worker.assembly.step_watch import StepWatch
 from headrace_worker.assembly.transfer_reports import forward_notes
 from headrace_worker.comm.interface import rank_host
-from headrace_worker.core.config import ReplicaConfig
+from headrace_worker.core.config import ReplicaConfig, ReplicaStarted
 from headrace_worker.core.progress import Progress
 from headrace_worker.core.step_runner import RunnerBrokenError
 from headrace_worker.device.rank_device import RankDevice
@@ -24,7 +24,7 @@ LOST_STOP_SECONDS = 0.2  # a step that waits for a lost rank may not end
 
 
 class ServingRank:
-    """Serves once it is constructed."""
+    """Serves once it is constructed and its loop runs."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class ServingRank:
         team: Team | None = None,
         profiler: StepProfiler | None = None,
     ) -> None:
-        """Blocks until the replica serves. Raises a HeadraceError with a sentence when it cannot."""
+        """Blocks until the replica can serve. Raises a HeadraceError with a sentence when it cannot."""
         assembly = assemble(config, report, team=team, profiler=profiler, cache_key=cache_key, device=device)
         freeze_loaded()
         if team is not None:
@@ -55,7 +55,6 @@ class ServingRank:
                 assembly.engine,
                 lambda done: server.call_soon(servicer.deliver, done),
                 assembly.commands,
-                device.use,
                 watch=self._watch,
             )
             self._description = description = describe(assembly, config, boot_id, cache_key)
@@ -74,13 +73,12 @@ class ServingRank:
             server.stop()
             raise
         loop.commands.exchange(lambda exchange: exchange.compute_for_others(config.role.prefills))
-        loop.start()
         if team is not None:
             team.detector.on_loss(loop.abandon)
         if self._watch is not None:
             self._watch.start()
         report("ready", 1.0)
-        self.started = start_facts(
+        self._facts = start_facts(
             config,
             boot_id,
             assembly.model,
@@ -92,6 +90,10 @@ class ServingRank:
             team_notes=team.notes if team is not None else (),
             notes=assembly.notes,
         )
+
+    def await_ready(self) -> ReplicaStarted:
+        """Facts of the start."""
+        return self._facts
 
     def set_role(self, role: Role) -> None:
         """Changes the role for routers. From any thread."""

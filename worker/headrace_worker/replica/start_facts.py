@@ -4,6 +4,8 @@ import gc
 import os
 from collections.abc import Sequence
 
+import torch
+
 from headrace_kernels import describe
 from headrace_worker.core.config import ReplicaConfig, ReplicaStarted
 from headrace_worker.core.kv.sizing import KvSize
@@ -23,7 +25,7 @@ def start_facts(
     team_notes: Sequence[str],
     notes: Sequence[str] = (),
 ) -> ReplicaStarted:
-    """`address` and `max_num_batched_tokens` are rank 0's: empty and 0 on the others."""
+    """For the thread of the steps. `address` and `max_num_batched_tokens` are rank 0's: empty, 0 elsewhere."""
     return ReplicaStarted(
         model=config.model,
         address=address,
@@ -32,7 +34,7 @@ def start_facts(
         device=str(model.device.torch_device),
         dtype=model.dtype_name,
         revision=model.source.revision,
-        threads=model.threads,
+        threads=torch.get_num_threads(),
         tp=config.tp,
         pp=config.pp,
         max_model_len=max_model_len,

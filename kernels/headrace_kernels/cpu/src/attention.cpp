@@ -52,11 +52,7 @@ struct Batch {
     }
 };
 
-struct Item {
-    int sequence, kv_head, first_token, tokens;
-    int64_t chunk;   // -1: all chunks
-    int64_t partial; // index of its first row among the partial results; -1: writes the output itself
-};
+typedef AttentionItem Item;
 
 // Softmax state of a tile of rows.
 struct Rows {
@@ -324,13 +320,10 @@ int64_t check_slots(const int64_t* slots, int64_t tokens, int64_t positions) {
     return DONE;
 }
 
-void attend(const Attention& a) {
+AttentionPlan::AttentionPlan(const Attention& a) {
     const Batch batch = batch_of(a);
-    const int64_t head_dim = a.head_dim;
     const int group = batch.group(), tile_tokens = MAX_ROWS / group;
-    std::vector<Item> items, split;  // split: the items of one (sequence, KV head) whose chunks are merged afterwards
-    int64_t partial_rows = 0;
-    for (int s = 0; s < a.sequences; s++) {  // each thread makes the same list
+    for (int s = 0; s < a.sequences; s++) {
         const int tokens = batch.seq_lens[s] ? (int)batch.query_len(s) : 0;
         const int64_t first_chunk = batch.oldest_seen(batch.first_position(s)) / CHUNK;
         const int64_t chunks = (batch.seq_lens[s] - 1) / CHUNK - first_chunk + 1;
@@ -347,44 +340,39 @@ void attend(const Attention& a) {
             }
         }
     }
-    float* peaks;  // shared
-#pragma omp single copyprivate(peaks)
-    {
-        clear_others(batch, a.sequences, a.query_tokens);
-        peaks = new float[partial_rows * (head_dim + 2)];
-    }
-    float *totals = peaks + partial_rows, *mixed = totals + partial_rows;
-    const int64_t count = (int64_t)items.size(), split_count = (int64_t)split.size();
+    space.reset(new float[partial_rows * (a.head_dim + 2)]);
+}
+
+void attend(Team& team, const Attention& a, const AttentionPlan& plan) {
+    const Batch batch = batch_of(a);
+    const int64_t head_dim = a.head_dim;
+    float *peaks = plan.space.get(), *totals = peaks + plan.partial_rows, *mixed = totals + plan.partial_rows;
+    if (team.rank == 0) clear_others(batch, a.sequences, a.query_tokens);
     Scratch scratch((int)head_dim);
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < count; i++) {
-        const Item& item = items[i];
+    team.take((int64_t)plan.items.size(), [&](int64_t i) {
+        const Item& item = plan.items[i];
         load_query(batch, item, scratch);
         if (item.chunk < 0)
             run_whole(batch, item, scratch);
         else
             attend_chunk(batch, item, item.chunk, scratch,
                          {peaks + item.partial, totals + item.partial, mixed + item.partial * head_dim});
-    }
-    if (split_count) {
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < split_count; i++) {
-            const Item& item = split[i];
-            const int rows = item.tokens * group;
-            for (int r = 0; r < rows; r++) {
-                const int64_t into = item.partial + r;
-                for (int64_t c = 1; c < item.chunk; c++) {
-                    const int64_t from = into + c * rows;
-                    merge_row(peaks[into], totals[into], mixed + into * head_dim, peaks[from], totals[from],
-                              mixed + from * head_dim, (int)head_dim);
-                }
-                finish_row(batch, batch.query_starts[item.sequence] + r / group, item.kv_head * group + r % group,
-                           peaks[into], totals[into], mixed + into * head_dim);
+    });
+    if (plan.split.empty()) return;
+    team.take((int64_t)plan.split.size(), [&](int64_t i) {
+        const Item& item = plan.split[i];
+        const int group = batch.group(), rows = item.tokens * group;
+        for (int r = 0; r < rows; r++) {
+            const int64_t into = item.partial + r;
+            for (int64_t c = 1; c < item.chunk; c++) {
+                const int64_t from = into + c * rows;
+                merge_row(peaks[into], totals[into], mixed + into * head_dim, peaks[from], totals[from],
+                          mixed + from * head_dim, (int)head_dim);
             }
+            finish_row(batch, batch.query_starts[item.sequence] + r / group, item.kv_head * group + r % group, peaks[into],
+                       totals[into], mixed + into * head_dim);
         }
-    }
-#pragma omp single nowait
-    delete[] peaks;
+    });
 }
 
 void write_slot(float* half, const float* from, int64_t head_stride, int64_t slot, int64_t kv_heads, int64_t head_dim,
@@ -411,9 +399,8 @@ extern "C" int64_t headrace_attention(float* out, const float* query, int64_t qu
     const Batch batch = batch_of(a);
     for (int s = 0; s < sequences; s++)
         work += batch.query_len(s) * heads * (seq_lens[s] - batch.oldest_seen(batch.first_position(s))) * head_dim;
-    const int team = threads_for(work, 1 << 18, (int)threads);
-#pragma omp parallel num_threads(team) if (team > 1)
-    attend(a);
+    const AttentionPlan plan(a);
+    run_team(threads_for(work, 1 << 18, (int)threads), [&](Team& team) { attend(team, a, plan); });
     return DONE;
 }
 
@@ -422,13 +409,15 @@ extern "C" int64_t headrace_write_kv(const float* key, int64_t key_token_stride,
                                      float* pool, int64_t pool_blocks, const int64_t* slots, int64_t tokens,
                                      int64_t kv_heads, int64_t head_dim, int64_t block_size, int64_t threads) {
     if (const int64_t status = check_slots(slots, tokens, pool_blocks * block_size)) return status;
-    const int team = threads_for(tokens * kv_heads * head_dim, 1 << 18, (int)threads);
     float* values = pool + pool_blocks * kv_heads * block_size * head_dim;
-#pragma omp parallel for num_threads(team) if (team > 1)
-    for (int64_t t = 0; t < tokens; t++) {
-        if (slots[t] < 0) continue;
-        write_slot(pool, key + t * key_token_stride, key_head_stride, slots[t], kv_heads, head_dim, block_size);
-        write_slot(values, value + t * value_token_stride, value_head_stride, slots[t], kv_heads, head_dim, block_size);
-    }
+    run_team(threads_for(tokens * kv_heads * head_dim, 1 << 18, (int)threads), [&](Team& team) {
+        team.share(tokens, [&](int64_t t, int64_t to) {
+            for (; t < to; t++) {
+                if (slots[t] < 0) continue;
+                write_slot(pool, key + t * key_token_stride, key_head_stride, slots[t], kv_heads, head_dim, block_size);
+                write_slot(values, value + t * value_token_stride, value_head_stride, slots[t], kv_heads, head_dim, block_size);
+            }
+        });
+    });
     return DONE;
 }

@@ -37,17 +37,18 @@ void add_row(float* total, const float* x, const float* residual, int64_t n, con
     }
 }
 
-void add_norm(float* out, float* total, const float* x, int64_t x_stride, const float* residual, int64_t residual_stride,
-              const Branch& branch, const float* weight, int64_t rows, int64_t n, float eps) {
-#pragma omp for schedule(static)
-    for (int64_t r = 0; r < rows; r++) {
-        const float* from = x + r * x_stride;
-        if (residual) {
-            add_row(total + r * n, from, residual + r * residual_stride, n, branch);
-            from = total + r * n;
+void add_norm(Team& team, float* out, float* total, const float* x, int64_t x_stride, const float* residual,
+              int64_t residual_stride, const Branch& branch, const float* weight, int64_t rows, int64_t n, float eps) {
+    team.share(rows, [&](int64_t r, int64_t to) {
+        for (; r < to; r++) {
+            const float* from = x + r * x_stride;
+            if (residual) {
+                add_row(total + r * n, from, residual + r * residual_stride, n, branch);
+                from = total + r * n;
+            }
+            norm_row(out + r * n, from, weight, n, eps);
         }
-        norm_row(out + r * n, from, weight, n, eps);
-    }
+    });
 }
 
 void rotate_heads(float* x, int64_t stride, int64_t heads, const float* cos, const float* sin, int64_t rotary_dim) {
@@ -61,10 +62,9 @@ void rotate_heads(float* x, int64_t stride, int64_t heads, const float* cos, con
 }
 
 template <class Function>
-inline void activate_rows(float* out, const float* gate, int64_t gate_stride, const float* up, int64_t up_stride, int64_t rows,
-                          int64_t n, Function function) {
-#pragma omp for schedule(static)
-    for (int64_t r = 0; r < rows; r++) {
+inline void activate_rows(float* out, const float* gate, int64_t gate_stride, const float* up, int64_t up_stride, int64_t from,
+                          int64_t to, int64_t n, Function function) {
+    for (int64_t r = from; r < to; r++) {
         const float *g = gate + r * gate_stride, *u = up + r * up_stride;
         float* o = out + r * n;
         int64_t i = 0;
@@ -79,47 +79,50 @@ inline void activate_rows(float* out, const float* gate, int64_t gate_stride, co
     }
 }
 
-void activate(float* out, const float* gate, int64_t gate_stride, const float* up, int64_t up_stride, int64_t rows, int64_t n,
-              int64_t activation) {
-    if (activation == SILU)
-        activate_rows(out, gate, gate_stride, up, up_stride, rows, n, [](floats x) { return x / (1.f + exponential(-x)); });
-    else
-        activate_rows(out, gate, gate_stride, up, up_stride, rows, n, [](floats x) {
-            return 0.5f * x * (1.f + hyperbolic_tangent(0.7978845608028654f * (x + 0.044715f * x * x * x)));
-        });
+void activate(Team& team, float* out, const float* gate, int64_t gate_stride, const float* up, int64_t up_stride, int64_t rows,
+              int64_t n, int64_t activation) {
+    team.share(rows, [&](int64_t from, int64_t to) {
+        const auto run = [&](auto function) { activate_rows(out, gate, gate_stride, up, up_stride, from, to, n, function); };
+        if (activation == SILU)
+            run([](floats x) { return x / (1.f + exponential(-x)); });
+        else
+            run([](floats x) {
+                return 0.5f * x * (1.f + hyperbolic_tangent(0.7978845608028654f * (x + 0.044715f * x * x * x)));
+            });
+    });
 }
 
 extern "C" void headrace_rms_norm(float* out, const float* x, int64_t x_stride, const float* weight, int64_t rows,
                                   int64_t n, float eps, int64_t threads) {
-    const int team = threads_for(rows * n, GRAIN, (int)threads);
-#pragma omp parallel num_threads(team) if (team > 1)
-    add_norm(out, nullptr, x, x_stride, nullptr, 0, PLAIN, weight, rows, n, eps);
+    run_team(threads_for(rows * n, GRAIN, (int)threads),
+             [&](Team& team) { add_norm(team, out, nullptr, x, x_stride, nullptr, 0, PLAIN, weight, rows, n, eps); });
 }
 
 extern "C" void headrace_add_rms_norm(float* out, float* total, const float* x, int64_t x_stride, const float* residual,
                                       int64_t residual_stride, const float* weight, int64_t rows, int64_t n, float eps,
                                       int64_t threads) {
-    const int team = threads_for(rows * n, GRAIN, (int)threads);
-#pragma omp parallel num_threads(team) if (team > 1)
-    add_norm(out, total, x, x_stride, residual, residual_stride, PLAIN, weight, rows, n, eps);
+    run_team(threads_for(rows * n, GRAIN, (int)threads), [&](Team& team) {
+        add_norm(team, out, total, x, x_stride, residual, residual_stride, PLAIN, weight, rows, n, eps);
+    });
 }
 
 extern "C" void headrace_activate(float* out, const float* gate, int64_t gate_stride, const float* up, int64_t up_stride,
                                   int64_t rows, int64_t n, int64_t activation, int64_t threads) {
-    const int team = threads_for(rows * n, GRAIN / 2, (int)threads);
-#pragma omp parallel num_threads(team) if (team > 1)
-    activate(out, gate, gate_stride, up, up_stride, rows, n, activation);
+    run_team(threads_for(rows * n, GRAIN / 2, (int)threads),
+             [&](Team& team) { activate(team, out, gate, gate_stride, up, up_stride, rows, n, activation); });
 }
 
 extern "C" void headrace_rope(float* query, int64_t query_token_stride, int64_t query_head_stride, int64_t heads,
                               float* key, int64_t key_token_stride, int64_t key_head_stride, int64_t kv_heads,
                               const float* cos, int64_t cos_stride, const float* sin, int64_t sin_stride, int64_t tokens,
                               int64_t rotary_dim, int64_t threads) {
-    const int team = threads_for(tokens * (heads + kv_heads) * rotary_dim, GRAIN, (int)threads);
-#pragma omp parallel for num_threads(team) if (team > 1)
-    for (int64_t t = 0; t < tokens; t++) {
-        const float *c = cos + t * cos_stride, *s = sin + t * sin_stride;
-        rotate_heads(query + t * query_token_stride, query_head_stride, heads, c, s, rotary_dim);
-        rotate_heads(key + t * key_token_stride, key_head_stride, kv_heads, c, s, rotary_dim);
-    }
+    run_team(threads_for(tokens * (heads + kv_heads) * rotary_dim, GRAIN, (int)threads), [&](Team& team) {
+        team.share(tokens, [&](int64_t t, int64_t to) {
+            for (; t < to; t++) {
+                const float *c = cos + t * cos_stride, *s = sin + t * sin_stride;
+                rotate_heads(query + t * query_token_stride, query_head_stride, heads, c, s, rotary_dim);
+                rotate_heads(key + t * key_token_stride, key_head_stride, kv_heads, c, s, rotary_dim);
+            }
+        });
+    });
 }

@@ -1,7 +1,11 @@
-// The work of a decoder layer, in the order of its calls. All threads of an OpenMP team call each function, share its work and
-// return together; outside of a parallel region the caller is a team of one.
+// The work of a decoder layer, in the order of its calls. All threads of a team call each function that takes one, share its
+// work and return together.
 #pragma once
 #include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "team.h"
 
 // A packed weight [outputs, inputs] and what is done with its inputs. `layers.py` fills it, field by field.
 struct Matrix {
@@ -15,7 +19,7 @@ struct Matrix {
 };
 
 // out = x @ weight.T + bias
-void multiply_packed(const Matrix& w, const float* x, int64_t rows, float* out, uint32_t* space, int team);
+void multiply_packed(Team& team, const Matrix& w, const float* x, int64_t rows, float* out, uint32_t* space);
 
 // What is done with the result of attention or MLP before it is added: a norm, unless its weight is null, and a factor.
 struct Branch {
@@ -27,8 +31,8 @@ struct Branch {
 void add_row(float* total, const float* x, const float* residual, int64_t n, const Branch& branch);
 
 // total = branch(x) + residual, unless residual is null; out = norm(total), which may be x.
-void add_norm(float* out, float* total, const float* x, int64_t x_stride, const float* residual, int64_t residual_stride,
-              const Branch& branch, const float* weight, int64_t rows, int64_t n, float eps);
+void add_norm(Team& team, float* out, float* total, const float* x, int64_t x_stride, const float* residual,
+              int64_t residual_stride, const Branch& branch, const float* weight, int64_t rows, int64_t n, float eps);
 
 // Of one row, by one thread.
 void norm_row(float* out, const float* x, const float* weight, int64_t n, float eps);
@@ -37,8 +41,8 @@ void rotate_heads(float* x, int64_t stride, int64_t heads, const float* cos, con
 enum Activation : int64_t { SILU, GELU };  // GELU: with the tangent
 
 // out = activation(gate) * up
-void activate(float* out, const float* gate, int64_t gate_stride, const float* up, int64_t up_stride, int64_t rows, int64_t n,
-              int64_t activation);
+void activate(Team& team, float* out, const float* gate, int64_t gate_stride, const float* up, int64_t up_stride, int64_t rows,
+              int64_t n, int64_t activation);
 
 // Paged attention, see headrace_attention. Its pool is contiguous.
 struct Attention {
@@ -58,7 +62,23 @@ struct Attention {
 int64_t check_attention(const Attention& attention);
 int64_t check_slots(const int64_t* slots, int64_t tokens, int64_t positions);
 
-void attend(const Attention& attention);
+// A part of a step's attention; attention.cpp describes it.
+struct AttentionItem {
+    int sequence, kv_head, first_token, tokens;
+    int64_t chunk;    // -1: all chunks
+    int64_t partial;  // index of its first row among the partial results; -1: writes the output itself
+};
+
+// The items of a step, and space for their partial results. Layers with the same heads, lengths and window share it.
+struct AttentionPlan {
+    std::vector<AttentionItem> items, split;  // split: one (sequence, KV head) each, whose chunks are merged afterwards
+    int64_t partial_rows = 0;
+    std::unique_ptr<float[]> space;
+
+    explicit AttentionPlan(const Attention& attention);
+};
+
+void attend(Team& team, const Attention& attention, const AttentionPlan& plan);
 
 // One token's keys or values to its slot of a half of the pool. By one thread.
 void write_slot(float* half, const float* from, int64_t head_stride, int64_t slot, int64_t kv_heads, int64_t head_dim,

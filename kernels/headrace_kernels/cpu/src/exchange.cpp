@@ -9,24 +9,17 @@
 // A chunk takes one synchronization: when all ranks are at chunk n + 1, all have read chunk n, so that two sets of slots
 // are sufficient. Every rank adds all slots in rank order, and so all get the same bits.
 
-#include <cerrno>
-#include <climits>
 #include <cstdint>
 #include <cstring>
 #include <ctime>
 
-#include <sched.h>
-#if defined(__linux__)
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
+#include "team.h"
 
 namespace {
 
 constexpr int64_t kLine = 64, kPage = 4096;
 constexpr int kPauses = 400, kYields = 200;     // about 10 us, then some tens: a peer is rarely later
-constexpr int64_t kSleepNs = 10'000'000;        // a sleep ends by a wake-up, and aborts are checked at least this often
+constexpr timespec kSleep = {0, 10'000'000};    // a sleep ends by a wake-up, and aborts are checked at least this often
 constexpr int64_t kAborted = -1;
 
 struct Line {
@@ -47,39 +40,16 @@ struct Segment {
   }
 };
 
-inline void pause_briefly() {
-#if defined(__x86_64__) || defined(__i386__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
 int64_t now_ns() {
   timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);
   return t.tv_sec * 1'000'000'000LL + t.tv_nsec;
 }
 
-void sleep_on(uint32_t* word, uint32_t seen) {
-  const timespec limit = {0, kSleepNs};
-#if defined(__linux__)
-  syscall(SYS_futex, word, FUTEX_WAIT, seen, &limit, nullptr, 0);
-#else
-  (void)word, (void)seen;
-  const timespec brief = {0, 100'000};
-  nanosleep(&brief, nullptr);
-#endif
-}
-
 void arrive(const Segment& segment, uint32_t chunk) {
   Line& own = segment.line(segment.rank);
   __atomic_store_n(&own.arrived, chunk, __ATOMIC_SEQ_CST);
-#if defined(__linux__)
-  if (__atomic_load_n(&own.waiters, __ATOMIC_SEQ_CST)) {
-    syscall(SYS_futex, &own.arrived, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
-  }
-#endif
+  if (__atomic_load_n(&own.waiters, __ATOMIC_SEQ_CST)) wake(&own.arrived, true);
 }
 
 // 0 once rank r has written `chunk`; 1 + r when it has not in time.
@@ -110,7 +80,7 @@ int64_t await(const Segment& segment, int64_t r, uint32_t chunk, int64_t timeout
       status = 1 + r;
       break;
     }
-    sleep_on(&line.arrived, seen);
+    sleep_on(&line.arrived, seen, &kSleep, true);
   }
   __atomic_fetch_sub(&line.waiters, 1, __ATOMIC_SEQ_CST);
   return status;

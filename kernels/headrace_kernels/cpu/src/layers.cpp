@@ -44,23 +44,24 @@ bool has_same_step(const Cache& a, const Cache& b) {
 }
 
 // Norms and rotates queries and keys of each token, and writes keys and values to the pool.
-void prepare_heads(const Layer& layer, const Cache& cache, const Rotary& rotary, float* qkv, int64_t rows) {
+void prepare_heads(Team& team, const Layer& layer, const Cache& cache, const Rotary& rotary, float* qkv, int64_t rows) {
     const int64_t d = layer.head_dim, heads = layer.heads, kv_heads = layer.kv_heads;
     float* values = cache.pool + cache.pool_blocks * kv_heads * cache.block_size * d;
-#pragma omp for schedule(static)
-    for (int64_t r = 0; r < rows; r++) {
-        float *query = qkv + r * layer.qkv.outputs, *key = query + heads * d, *value = key + kv_heads * d;
-        for (int64_t h = 0; layer.query_norm && h < heads; h++)
-            norm_row(query + h * d, query + h * d, layer.query_norm, d, (float)layer.query_eps);
-        for (int64_t h = 0; layer.key_norm && h < kv_heads; h++)
-            norm_row(key + h * d, key + h * d, layer.key_norm, d, (float)layer.key_eps);
-        const float *cos = rotary.cos + r * rotary.cos_stride, *sin = rotary.sin + r * rotary.sin_stride;
-        rotate_heads(query, d, heads, cos, sin, rotary.dim);
-        rotate_heads(key, d, kv_heads, cos, sin, rotary.dim);
-        if (cache.slots[r] < 0) continue;
-        write_slot(cache.pool, key, d, cache.slots[r], kv_heads, d, cache.block_size);
-        write_slot(values, value, d, cache.slots[r], kv_heads, d, cache.block_size);
-    }
+    team.share(rows, [&](int64_t r, int64_t to) {
+        for (; r < to; r++) {
+            float *query = qkv + r * layer.qkv.outputs, *key = query + heads * d, *value = key + kv_heads * d;
+            for (int64_t h = 0; layer.query_norm && h < heads; h++)
+                norm_row(query + h * d, query + h * d, layer.query_norm, d, (float)layer.query_eps);
+            for (int64_t h = 0; layer.key_norm && h < kv_heads; h++)
+                norm_row(key + h * d, key + h * d, layer.key_norm, d, (float)layer.key_eps);
+            const float *cos = rotary.cos + r * rotary.cos_stride, *sin = rotary.sin + r * rotary.sin_stride;
+            rotate_heads(query, d, heads, cos, sin, rotary.dim);
+            rotate_heads(key, d, kv_heads, cos, sin, rotary.dim);
+            if (cache.slots[r] < 0) continue;
+            write_slot(cache.pool, key, d, cache.slots[r], kv_heads, d, cache.block_size);
+            write_slot(values, value, d, cache.slots[r], kv_heads, d, cache.block_size);
+        }
+    });
 }
 
 }  // namespace
@@ -74,6 +75,8 @@ extern "C" int64_t headrace_layers(float* hidden, float* qkv, float* space, cons
                                    int64_t rotary_dim, int64_t rows, int64_t threads) {
     const Rotary rotary{cos, sin, cos_stride, sin_stride, rotary_dim};
     int64_t words = 0, work = 0;
+    std::vector<AttentionPlan> plans;
+    std::vector<int64_t> planned, plan_of(count);  // planned: the first layer of each plan
     for (int64_t i = 0; i < count; i++) {
         const Layer& layer = layers[i];
         const Cache& cache = caches[i];
@@ -81,36 +84,46 @@ extern "C" int64_t headrace_layers(float* hidden, float* qkv, float* space, cons
             words = std::max(words, matrix->words(rows));
             work = std::max(work, matrix->outputs * matrix->inputs * std::min<int64_t>(rows, 4));
         }
-        if (i && has_same_step(cache, caches[i - 1])) continue;
-        if (const int64_t status = check_slots(cache.slots, rows, cache.pool_blocks * cache.block_size)) return status;
-        if (const int64_t status = check_attention(attention_of(layer, cache, nullptr, nullptr, rows))) return status;
+        size_t plan = 0;
+        while (plan < plans.size() && !has_same_step(cache, caches[planned[plan]])) plan++;
+        plan_of[i] = plan;
+        if (plan == plans.size()) {
+            if (const int64_t status = check_slots(cache.slots, rows, cache.pool_blocks * cache.block_size)) return status;
+            const Attention attention = attention_of(layer, cache, nullptr, nullptr, rows);
+            if (const int64_t status = check_attention(attention)) return status;
+            plans.emplace_back(attention);
+            planned.push_back(i);
+        }
     }
     std::vector<uint32_t> shared(words);
     uint32_t* pairs = shared.data();
-    const int team = threads_for(work, 1 << 16, (int)threads);
-#pragma omp parallel num_threads(team) if (team > 1)
-    for (int64_t i = 0; i < count; i++) {
-        const Layer& layer = layers[i];
-        const int64_t n = layer.qkv.inputs, middle = layer.down.inputs, width = layer.heads * layer.head_dim;
-        float *normed = space, *total = normed + rows * n, *attended = total + rows * n;
-        float *gate_up = attended + rows * width, *activated = gate_up + rows * 2 * middle;
-        float* heads = qkv + i * rows * layer.qkv.outputs;
-        // The layer before leaves what it adds in `normed`, and what that is added to in `total`.
-        const Branch& before = layers[i ? i - 1 : 0].mlp;
-        add_norm(normed, hidden, i ? normed : hidden, n, i ? total : nullptr, n, before, layer.first_norm, rows, n,
-                 (float)layer.first_eps);
-        multiply_packed(layer.qkv, normed, rows, heads, pairs, team);
-        prepare_heads(layer, caches[i], rotary, heads, rows);
-        attend(attention_of(layer, caches[i], attended, heads, rows));
-        multiply_packed(layer.out, attended, rows, normed, pairs, team);
-        add_norm(normed, total, normed, n, hidden, n, layer.attention, layer.second_norm, rows, n, (float)layer.second_eps);
-        multiply_packed(layer.gate_up, normed, rows, gate_up, pairs, team);
-        activate(activated, gate_up, 2 * middle, gate_up + middle, 2 * middle, rows, middle, layer.activation);
-        multiply_packed(layer.down, activated, rows, normed, pairs, team);
-        if (i + 1 == count) {
-#pragma omp for schedule(static)
-            for (int64_t r = 0; r < rows; r++) add_row(hidden + r * n, normed + r * n, total + r * n, n, layer.mlp);
+    run_team(threads_for(work, 1 << 16, (int)threads), [&](Team& team) {
+        for (int64_t i = 0; i < count; i++) {
+            const Layer& layer = layers[i];
+            const int64_t n = layer.qkv.inputs, middle = layer.down.inputs, width = layer.heads * layer.head_dim;
+            float *normed = space, *total = normed + rows * n, *attended = total + rows * n;
+            float *gate_up = attended + rows * width, *activated = gate_up + rows * 2 * middle;
+            float* heads = qkv + i * rows * layer.qkv.outputs;
+            // The layer before leaves what it adds in `normed`, and what that is added to in `total`.
+            const Branch& before = layers[i ? i - 1 : 0].mlp;
+            add_norm(team, normed, hidden, i ? normed : hidden, n, i ? total : nullptr, n, before, layer.first_norm, rows, n,
+                     (float)layer.first_eps);
+            multiply_packed(team, layer.qkv, normed, rows, heads, pairs);
+            prepare_heads(team, layer, caches[i], rotary, heads, rows);
+            attend(team, attention_of(layer, caches[i], attended, heads, rows), plans[plan_of[i]]);
+            multiply_packed(team, layer.out, attended, rows, normed, pairs);
+            add_norm(team, normed, total, normed, n, hidden, n, layer.attention, layer.second_norm, rows, n,
+                     (float)layer.second_eps);
+            multiply_packed(team, layer.gate_up, normed, rows, gate_up, pairs);
+            activate(team, activated, gate_up, 2 * middle, gate_up + middle, 2 * middle, rows, middle, layer.activation);
+            multiply_packed(team, layer.down, activated, rows, normed, pairs);
         }
-    }
+        const Layer& last = layers[count - 1];
+        const int64_t n = last.qkv.inputs;
+        const float *added = space, *total = added + rows * n;
+        team.share(rows, [&](int64_t r, int64_t to) {
+            for (; r < to; r++) add_row(hidden + r * n, added + r * n, total + r * n, n, last.mlp);
+        });
+    });
     return 0;
 }

@@ -3,6 +3,7 @@
 #include <limits>
 #include <vector>
 
+#include "team.h"
 #include "vector.h"
 
 namespace {
@@ -106,12 +107,14 @@ extern "C" void headrace_gumbel_argmax(int64_t* out, const float* scores, int64_
                                        int64_t rows, int64_t vocab, int64_t threads) {
     const int64_t pieces = (vocab + PIECE - 1) / PIECE;
     std::vector<Best> best(rows * pieces);
-    const int team = threads_for(rows * vocab, 1 << 15, (int)threads);
-#pragma omp parallel for collapse(2) num_threads(team) if (team > 1)
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t p = 0; p < pieces; p++)
-            best[r * pieces + p] =
-                best_of(scores + r * stride, (uint64_t)keys[r], p * PIECE, std::min(vocab, (p + 1) * PIECE));
+    run_team(threads_for(rows * vocab, 1 << 15, (int)threads), [&](Team& team) {
+        team.share(rows * pieces, [&](int64_t i, int64_t to) {
+            for (; i < to; i++) {
+                const int64_t r = i / pieces, first = i % pieces * PIECE;
+                best[i] = best_of(scores + r * stride, (uint64_t)keys[r], first, std::min(vocab, first + PIECE));
+            }
+        });
+    });
     for (int64_t r = 0; r < rows; r++) {
         Best winner = best[r * pieces];
         for (int64_t p = 1; p < pieces; p++)

@@ -343,29 +343,28 @@ extern "C" int64_t headrace_has_bfloat16_products() {
 #endif
 }
 
-void multiply_packed(const Matrix& m, const float* x, int64_t rows, float* out, uint32_t* space, int team) {
+void multiply_packed(Team& team, const Matrix& m, const float* x, int64_t rows, float* out, uint32_t* space) {
     const Weight w(m.data, m.outputs, m.inputs, m.form, m.group, m.wide, m.minima, (float)m.offset, (float)m.centre);
     const int64_t inputs = m.inputs, group = m.group, groups = inputs / group, panels = (m.outputs + WIDTH - 1) / WIDTH;
     uint32_t* pairs = space;  // [rows, inputs / 2]: x in bfloat16
     float* sums = m.form >= CODES8 && w.has_least() ? (float*)(space + (m.in_pairs ? rows * inputs / 2 : 0)) : nullptr;
     if (m.in_pairs) {
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < rows * inputs / 8; i++) pair(x + i * 8, m.form == CODES4, 8, &pairs[i * 4]);
+        team.share(rows * inputs / 8, [&](int64_t i, int64_t to) {
+            for (; i < to; i++) pair(x + i * 8, m.form == CODES4, 8, &pairs[i * 4]);
+        });
     }
     if (sums) {  // [rows, groups]
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < rows * groups; i++)
-            sums[i] = group_sum(x + i / groups * inputs + i % groups * group, group, m.in_pairs);
+        team.share(rows * groups, [&](int64_t i, int64_t to) {
+            for (; i < to; i++) sums[i] = group_sum(x + i / groups * inputs + i % groups * group, group, m.in_pairs);
+        });
     }
-#pragma omp for schedule(static)
-    for (int part = 0; part < team; part++) {  // pairs of panels stay together
-        const int64_t halves = (panels + 1) / 2;
-        const int64_t from = halves * part / team * 2, to = std::min(panels, halves * (part + 1) / team * 2);
+    team.share((panels + 1) / 2, [&](int64_t from, int64_t to) {  // pairs of panels stay together
+        const int64_t last = std::min(panels, 2 * to);
         if (m.in_pairs)
-            run<true>(w, from, to, pairs, sums, rows, m.bias, out);
+            run<true>(w, 2 * from, last, pairs, sums, rows, m.bias, out);
         else
-            run<false>(w, from, to, x, sums, rows, m.bias, out);
-    }
+            run<false>(w, 2 * from, last, x, sums, rows, m.bias, out);
+    });
 }
 
 // in_pairs: inputs are rounded to bfloat16; not with weights in float32.
@@ -374,9 +373,8 @@ extern "C" void headrace_packed_matmul(float* out, const float* x, int64_t rows,
                                        float centre, const float* bias, int64_t in_pairs, int64_t threads) {
     const Matrix m{data, bias, outputs, inputs, form, group, wide, minima, in_pairs, offset, centre};
     std::vector<uint32_t> space(m.words(rows));
-    const int team = threads_for(outputs * inputs * std::min<int64_t>(rows, 4), 1 << 16, (int)threads);
-#pragma omp parallel num_threads(team) if (team > 1)
-    multiply_packed(m, x, rows, out, space.data(), team);
+    run_team(threads_for(outputs * inputs * std::min<int64_t>(rows, 4), 1 << 16, (int)threads),
+             [&](Team& team) { multiply_packed(team, m, x, rows, out, space.data()); });
 }
 
 // out [rows, inputs]: the values of these outputs, those that a product multiplies. 1 if there is no such output.

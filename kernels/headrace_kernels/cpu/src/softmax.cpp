@@ -5,6 +5,7 @@
 #include <limits>
 #include <vector>
 
+#include "team.h"
 #include "vector.h"
 
 namespace {
@@ -39,17 +40,53 @@ Part part_of(const float* x, int64_t n) {
     return {peak, sum(totals)};
 }
 
+// The largest value, and the first index with it; NaN and any index if there is a NaN.
+void largest_of(const float* x, int64_t n, float* peak_of_row, int64_t* best) {
+    constexpr float low = -std::numeric_limits<float>::infinity();
+    floats peak = spread(low);
+    ints index = lanes() - lanes(), numbers = (ints)(peak >= peak);
+    int64_t i = 0;
+    for (; i + WIDTH <= n; i += WIDTH) {
+        const floats y = load(x + i);
+        const auto more = y > peak;
+        peak = pick(more, y, peak);
+        index = pick(more, lanes() + (int32_t)i, index);
+        numbers = numbers & (ints)(y >= spread(low));
+    }
+    float value[WIDTH];
+    int32_t place[WIDTH], number[WIDTH];
+    store(value, peak);
+    Memory<ints>::write((char*)place, index);
+    Memory<ints>::write((char*)number, numbers);
+    float top = low;
+    int64_t at = 0;
+    bool is_number = true;
+    for (int lane = 0; lane < WIDTH; lane++) {
+        if (value[lane] > top || (value[lane] == top && place[lane] < at)) top = value[lane], at = place[lane];
+        is_number = is_number && number[lane];
+    }
+    for (; i < n; i++) {
+        if (x[i] > top) top = x[i], at = i;
+        is_number = is_number && x[i] == x[i];
+    }
+    *peak_of_row = is_number ? top : std::numeric_limits<float>::quiet_NaN();
+    *best = at;
+}
+
 }  // namespace
 
 extern "C" void headrace_row_logsumexp(float* out, const float* scores, int64_t stride, int64_t rows, int64_t n,
                                        int64_t threads) {
     const int64_t pieces = (n + PIECE - 1) / PIECE;
     std::vector<Part> parts(rows * pieces);
-    const int team = threads_for(rows * n, 1 << 17, (int)threads);
-#pragma omp parallel for collapse(2) num_threads(team) if (team > 1)
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t p = 0; p < pieces; p++)
-            parts[r * pieces + p] = part_of(scores + r * stride + p * PIECE, std::min(PIECE, n - p * PIECE));
+    run_team(threads_for(rows * n, 1 << 17, (int)threads), [&](Team& team) {
+        team.share(rows * pieces, [&](int64_t i, int64_t to) {
+            for (; i < to; i++) {
+                const int64_t first = i % pieces * PIECE;
+                parts[i] = part_of(scores + i / pieces * stride + first, std::min(PIECE, n - first));
+            }
+        });
+    });
     for (int64_t r = 0; r < rows; r++) {
         const Part* part = &parts[r * pieces];
         float peak = part[0].peak, total = 0.f;
@@ -60,41 +97,12 @@ extern "C" void headrace_row_logsumexp(float* out, const float* scores, int64_t 
     }
 }
 
-// Each row's largest value, and the first index with it; NaN and any index where the row has a NaN.
+// Of each row.
 extern "C" void headrace_row_max(float* peaks, int64_t* best, const float* scores, int64_t stride, int64_t rows, int64_t n,
                                  int64_t threads) {
-    constexpr float low = -std::numeric_limits<float>::infinity();
-    const int team = threads_for(rows * n, 1 << 17, (int)threads);
-#pragma omp parallel for num_threads(team) if (team > 1)
-    for (int64_t r = 0; r < rows; r++) {
-        const float* x = scores + r * stride;
-        floats peak = spread(low);
-        ints index = lanes() - lanes(), numbers = (ints)(peak >= peak);
-        int64_t i = 0;
-        for (; i + WIDTH <= n; i += WIDTH) {
-            const floats y = load(x + i);
-            const auto more = y > peak;
-            peak = pick(more, y, peak);
-            index = pick(more, lanes() + (int32_t)i, index);
-            numbers = numbers & (ints)(y >= spread(low));
-        }
-        float value[WIDTH];
-        int32_t place[WIDTH], number[WIDTH];
-        store(value, peak);
-        Memory<ints>::write((char*)place, index);
-        Memory<ints>::write((char*)number, numbers);
-        float top = low;
-        int64_t at = 0;
-        bool is_number = true;
-        for (int lane = 0; lane < WIDTH; lane++) {
-            if (value[lane] > top || (value[lane] == top && place[lane] < at)) top = value[lane], at = place[lane];
-            is_number = is_number && number[lane];
-        }
-        for (; i < n; i++) {
-            if (x[i] > top) top = x[i], at = i;
-            is_number = is_number && x[i] == x[i];
-        }
-        peaks[r] = is_number ? top : std::numeric_limits<float>::quiet_NaN();
-        best[r] = at;
-    }
+    run_team(threads_for(rows * n, 1 << 17, (int)threads), [&](Team& team) {
+        team.share(rows, [&](int64_t r, int64_t to) {
+            for (; r < to; r++) largest_of(scores + r * stride, n, peaks + r, best + r);
+        });
+    });
 }

@@ -188,9 +188,3 @@ static inline floats hyperbolic_tangent(floats x) {
     near = x + x * z * near;
     return pick((x < spread(0.25f)) & (x > spread(-0.25f)), near, far);
 }
-
-// Number of threads for a piece of work: below `grain` units each, waking a thread takes longer than it saves.
-static inline int threads_for(int64_t work, int64_t grain, int threads) {
-    int64_t useful = work / grain;
-    return useful < 1 ? 1 : useful < threads ? (int)useful : threads;
-}
