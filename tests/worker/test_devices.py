@@ -1,5 +1,7 @@
 """The devices of ranks: which one, with its index, and which errors end it; on a fake CUDA that needs an index."""
 
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +13,7 @@ from headrace_worker.device import choice, cuda
 from headrace_worker.device.choice import open_device
 from headrace_worker.device.cpu import CpuDevice
 from headrace_worker.device.cuda import CudaDevice
+from support.child_environment import child_environment
 
 
 class FakeCuda:
@@ -117,3 +120,33 @@ def test_errors_that_end_the_device(fake: FakeCuda) -> None:
     fake.error = RuntimeError("CUDA error: unspecified launch failure")
     assert device.is_lost(ValueError("CUBLAS_STATUS_EXECUTION_FAILED")), "a library's, and the device does not answer"
     assert device.is_lost(FakeAcceleratorError(901)), "a recording that ended because of another error"
+
+
+_TEAMS = """
+import os, threading, torch
+from headrace_worker.device.choice import use_threads
+
+def compute():
+    x = torch.randn(512, 3072)
+    before = len(os.listdir("/proc/self/task"))
+    x @ x.T, x + x
+    print(len(os.listdir("/proc/self/task")) - before, torch.get_num_threads())
+
+def in_thread(run):
+    thread = threading.Thread(target=run)
+    thread.start(), thread.join()
+
+def steps():
+    assert use_threads(3) == 3
+    for run in compute, compute, lambda: in_thread(compute):
+        run()
+
+in_thread(steps)
+"""
+
+
+def test_one_thread_of_a_rank_has_a_team() -> None:
+    """Two teams on the same processors make every barrier of OpenMP sleep."""
+    alone = child_environment(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")  # as ranks are started
+    done = subprocess.run([sys.executable, "-c", _TEAMS], env=alone, capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines() == ["2 3", "0 3", "0 1"], "threads that a computation starts, and uses"

@@ -178,7 +178,7 @@ class RayDriver:
                 max_restarts=0,
                 max_concurrency=_CALLS,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(place, rank // model.tp),
-                runtime_env={"env_vars": self._rank_environment(threads)},
+                runtime_env={"env_vars": _rank_environment()},
             )
             return options.remote(config, rank, digest, space, self._replica_class, self._logs(name, rank))
 
@@ -267,18 +267,6 @@ class RayDriver:
 
     # -- configuration of a rank ------------------------------------------------------------------------------
 
-    def _rank_environment(self, threads: int) -> dict[str, str]:
-        # Libraries read these when they load, so they are set before the process starts; Ray would set one thread.
-        names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-        # By default waiting OpenMP threads spin for milliseconds, which blocks the router and other ranks on a shared
-        # machine; a short spin keeps most of its gain. The operator's own setting has precedence.
-        waiting = {name: os.environ[name] for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT") if name in os.environ}
-        return (
-            {name: str(threads) for name in names}
-            | {"TOKENIZERS_PARALLELISM": "false"}
-            | (waiting or {"GOMP_SPINCOUNT": "2000"})
-        )
-
     def _logs(self, name: ReplicaName, rank: int) -> bytes:
         """An encoded LogConfig. Generations of a replica append to the same file; without a folder they use stderr."""
         path = str(rank_log_path(Path(self._log_folder), name.replica_id, rank)) if self._log_folder else ""
@@ -314,6 +302,18 @@ def _draining() -> dict[str, float]:
     addresses = {node["NodeID"]: str(node["NodeManagerAddress"]) for node in ray.nodes()}
     now = time.time()
     return {addresses[node]: at / 1e3 - now if at else 3600.0 for node, at in ends.items() if node in addresses}
+
+
+def _rank_environment() -> dict[str, str]:
+    """Variables that libraries read when they load.
+
+    A rank's thread of steps sets its own number of threads; all other threads compute alone. By default waiting threads
+    of OpenMP spin for milliseconds, which blocks the router and other ranks on a shared machine; a short spin keeps
+    most of its gain. The operator's own setting has precedence.
+    """
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    waiting = {name: os.environ[name] for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT") if name in os.environ}
+    return threads | {"TOKENIZERS_PARALLELISM": "false"} | (waiting or {"GOMP_SPINCOUNT": "2000"})
 
 
 async def _stop(actor: Any) -> None:

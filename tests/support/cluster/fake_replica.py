@@ -60,7 +60,7 @@ class FakeReplica(replica_pb2_grpc.ReplicaServicer):
             device="cpu",
             dtype="float32",
             revision="r1",
-            threads=int(os.environ.get("OMP_NUM_THREADS", "0")),
+            threads=self.config.cpu_threads or 0,
             max_model_len=64,
             max_num_seqs=4,
             max_num_batched_tokens=64,

@@ -1,4 +1,4 @@
-"""An error that ends a rank's device ends the engine at once; requests are not failed one by one."""
+"""A rank and its device: the thread that computes; an error of the device ends the engine, not single requests."""
 
 import threading
 from collections.abc import Callable
@@ -8,11 +8,14 @@ import pytest
 
 from headrace_proto.errors import EngineDeadError
 from headrace_worker.assembly.assemble import assemble
-from headrace_worker.core.request import Finish
+from headrace_worker.core.plan import RowSampling
+from headrace_worker.core.request import Finish, Request
 from headrace_worker.core.step_runner import RunnerBrokenError
 from headrace_worker.device.gpu_faults import FATAL_XIDS
+from headrace_worker.model.load import load
 from headrace_worker.offline import OfflineEngine, Prompt
 from headrace_worker.replica import Replica
+from headrace_worker.runner.runner import Runner
 from support.members import MEMBER
 from support.worker.recording_device import RecordingDevice
 from support.worker.tiny_models import replica_config
@@ -91,3 +94,37 @@ def test_the_rank_ends_at_once_with_the_reason(tiny: Callable[[str], Any]) -> No
     finally:
         rank.stop()
     assert not device.watched
+
+
+@pytest.mark.parametrize("ahead", ["off", "on"])
+def test_a_rank_loads_warms_up_and_steps_on_one_thread(
+    tiny: Callable[[str], Any], ahead: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OpenMP has a team of threads for each thread that computes, and two teams of it stand in each other's way."""
+    threads: set[int] = set()
+    stepped = threading.Event()
+    forward = Runner.forward
+
+    def noted_load(*arguments: Any, **named: Any) -> Any:
+        threads.add(threading.get_ident())
+        return load(*arguments, **named)
+
+    def noted_forward(*arguments: Any, **named: Any) -> Any:
+        threads.add(threading.get_ident())
+        if rank._running is not None:
+            stepped.set()
+        return forward(*arguments, **named)
+
+    monkeypatch.setattr("headrace_worker.assembly.assemble.load", noted_load)
+    monkeypatch.setattr(Runner, "forward", noted_forward)
+    rank = Replica(replica_config(tiny("llama"), async_scheduling=ahead, **SIZES), MEMBER.secret)
+    rank.start()
+    try:
+        loop = rank._running.loop  # type: ignore[union-attr]
+        chain = loop._engine.scheduler.kv.start_chain(b"", "")  # type: ignore[union-attr]
+        sampling = RowSampling(temperature=0.0)
+        loop.submit(Request(b"a" * 16, [5, 6], 2, 6, sampling, frozenset(), chain, 0.0))  # type: ignore[union-attr]
+        assert stepped.wait(30)
+    finally:
+        rank.stop()
+    assert len(threads) == 1 and threading.get_ident() not in threads
