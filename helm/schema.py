@@ -41,7 +41,8 @@ def _between(least: int, most: int) -> Schema:
 
 # Of the keys with these last parts of their paths.
 RULES: dict[str, Schema] = {
-    **dict.fromkeys(("className", "existingClaim", "existingSecret", "priorityClassName", "storageClass"), _NAME),
+    **dict.fromkeys(("className", "existingClaim", "existingSecret"), _NAME),
+    **dict.fromkeys(("priorityClassName", "serviceAccountName", "storageClass"), _NAME),
     **dict.fromkeys(("digest.router", "digest.workerCpu", "digest.workerCuda"), _DIGEST),
     **dict.fromkeys(("annotations", "labels", "nodeSelector"), _TEXT_MAP),
     **dict.fromkeys(("capabilities", "grpcHostnames", "hostnames", "pullSecrets"), _TEXTS),

@@ -62,6 +62,7 @@ FAULTS = {  # area: files and folders of tests that start servers or ranks, send
         "router/test_slow_clients.py",
         "router/test_tls.py",
     ),
+    "images": ("deploy/test_built_images.py",),
     "helm": ("helm/test_first_run.py", "helm/test_real_life.py"),
     "ranks": (
         "worker/parallel/test_death.py",

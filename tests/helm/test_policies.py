@@ -37,7 +37,8 @@ def _volumes(pod: Pod) -> dict[str, Object]:
 def test_pods_are_restricted(values: str) -> None:
     """What the Pod Security Standard `restricted` requires, and more."""
     for pod in pods(render(values)):
-        assert pod.spec["enableServiceLinks"] is False and pod.spec["automountServiceAccountToken"] is False
+        assert pod.spec["enableServiceLinks"] is False
+        assert pod.spec["automountServiceAccountToken"] is ("serviceAccountName" in pod.spec)
         context = pod.spec["securityContext"]
         assert context["runAsNonRoot"] is True and context["runAsUser"] == 10001
         assert context["seccompProfile"] == {"type": "RuntimeDefault"}

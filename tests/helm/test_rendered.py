@@ -124,3 +124,31 @@ def test_a_pod_monitor_reads_the_routers_with_their_key() -> None:
     secret = named(objects, "Secret")
     assert credentials["name"] == secret["metadata"]["name"] and credentials["key"] in secret["data"]
     assert monitor["metadata"]["labels"]["release"] == "prometheus"
+
+
+def test_pods_get_an_identity_containers_and_variables_of_their_own() -> None:
+    found = {pod.name: pod for pod in pods(render("external-keys"))}
+    worker, head, router = found["worker-serving"], found["head"], found["router"]
+    assert worker.spec["serviceAccountName"] == "models"
+    assert not {"serviceAccountName", "initContainers"} & {*head.spec, *router.spec}
+    assert [container["name"] for container in worker.spec["initContainers"]] == ["fetch"]
+    (ray,) = worker.containers
+    assert ray["envFrom"] == [{"secretRef": {"name": "buckets"}}]
+    values = [entry["value"] for entry in ray["env"] if entry["name"] == "RAY_memory_monitor_refresh_ms"]
+    assert values == ["0", "250"], "the last one counts"
+    assert router.containers[0]["envFrom"] == [{"configMapRef": {"name": "tracing"}}]
+    assert not any("envFrom" in container for container in head.containers)
+
+
+def test_variables_for_all_containers_come_before_those_of_a_pod() -> None:
+    objects = changed(
+        extra__env=[{"name": "A", "value": "all"}],
+        extra__envFrom=[{"secretRef": {"name": "all"}}],
+        head__env=[{"name": "A", "value": "head"}],
+        head__serviceAccountName="controller",
+    )
+    head = next(pod for pod in pods(objects) if pod.name == "head")
+    for container in head.containers:
+        assert [entry["value"] for entry in container["env"] if entry["name"] == "A"] == ["all", "head"]
+        assert container["envFrom"] == [{"secretRef": {"name": "all"}}]
+    assert (head.spec["serviceAccountName"], head.spec["automountServiceAccountToken"]) == ("controller", True)

@@ -47,12 +47,19 @@ image: {{ not (empty $digest) | ternary (printf "%s@%s" $name $digest) (printf "
 imagePullPolicy: {{ $image.pullPolicy }}
 {{- end }}
 
-{{/* What the spec of every pod begins with. Arguments: (list . SCHEDULING). */}}
+{{/* What the spec of every pod begins with. Arguments: (list . VALUES of the pod). */}}
 {{- define "headrace.pod" -}}
 {{- $root := index . 0 -}}
-{{- $scheduling := index . 1 -}}
+{{- $own := index . 1 -}}
 enableServiceLinks: false
-automountServiceAccountToken: false
+automountServiceAccountToken: {{ not (empty $own.serviceAccountName) }}
+{{- with $own.serviceAccountName }}
+serviceAccountName: {{ . }}
+{{- end }}
+{{- with $own.initContainers }}
+initContainers:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
 securityContext:
   {{- toYaml $root.Values.podSecurityContext | nindent 2 }}
 {{- with $root.Values.image.pullSecrets }}
@@ -61,19 +68,19 @@ imagePullSecrets:
   - name: {{ . }}
   {{- end }}
 {{- end }}
-{{- with $scheduling.nodeSelector }}
+{{- with $own.nodeSelector }}
 nodeSelector:
   {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- with $scheduling.tolerations }}
+{{- with $own.tolerations }}
 tolerations:
   {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- with $scheduling.affinity }}
+{{- with $own.affinity }}
 affinity:
   {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- with $scheduling.priorityClassName }}
+{{- with $own.priorityClassName }}
 priorityClassName: {{ . }}
 {{- end }}
 {{- end }}
@@ -98,8 +105,18 @@ securityContext:
 - {name: XDG_CACHE_HOME, value: /var/lib/headrace/home/.cache}
 - {name: TRITON_CACHE_DIR, value: /var/lib/headrace/home/.triton}
 - {name: TORCHINDUCTOR_CACHE_DIR, value: /var/lib/headrace/home/.inductor}
-{{- with .Values.extra.env }}
-{{ toYaml . }}
+{{- end }}
+
+{{/* The end of a container's env, and its envFrom: of several variables with one name the last one counts.
+Arguments: (list . VALUES of the pod). */}}
+{{- define "headrace.ownEnv" -}}
+{{- $extra := (index . 0).Values.extra -}}
+{{- with concat $extra.env (index . 1).env }}
+{{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with concat $extra.envFrom (index . 1).envFrom }}
+envFrom:
+  {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end }}
 

@@ -33,7 +33,8 @@ class Pod:
 
     @property
     def containers(self) -> list[Object]:
-        found: list[Object] = [*self.spec.get("initContainers", ()), *self.spec["containers"]]
+        """Those of the chart."""
+        found: list[Object] = self.spec["containers"]
         return found
 
 
