@@ -31,6 +31,7 @@ def test_an_empty_spec_serves_the_embedded_model() -> None:
         ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
         ("/data/models/my model/", "my-model"),
         ("./weights/tiny.Q4_1.gguf", "tiny.Q4_1"),
+        ("/data/large-Q8_0-00001-of-00003.gguf", "large-Q8_0"),
     ],
 )
 def test_a_model_is_named_after_its_source(source: str, name: str) -> None:

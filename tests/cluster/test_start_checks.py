@@ -105,6 +105,13 @@ def test_an_invalid_gguf_file(tmp_path: Path) -> None:
     assert "damaged" in rejection(spec({"source": str(path)}))
 
 
+def test_a_missing_part_of_a_gguf_model(tmp_path: Path) -> None:
+    for part in (1, 3):
+        (tmp_path / f"m-0000{part}-of-00003.gguf").write_bytes(b"GGUF" + bytes(200))
+    for source in (tmp_path, tmp_path / "m-00001-of-00003.gguf"):
+        assert "'m' part 2 of 3 is missing" in rejection(spec({"source": str(source)}))
+
+
 def test_weights_count_in_the_dtype_of_the_computation(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A MiB of float32 on disk is a MiB in memory, or half of it."""
     tight = Machine(cores=2, memory=(256 << 20) + (1 << 20) - 1, gpus=0)

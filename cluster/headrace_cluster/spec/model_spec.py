@@ -41,7 +41,8 @@ def default_name(source: str) -> str:
     name = source
     if source.endswith(".gguf") or source.startswith(("/", "./", "../", "~")) or Path(source).is_dir():
         path = Path(source).expanduser()
-        name = path.stem if path.suffix == ".gguf" else path.resolve().name
+        split = re.compile(r"-[0-9]{5}-of-[0-9]{5}$")  # a part of a GGUF model in several files
+        name = split.sub("", path.stem) if path.suffix == ".gguf" else path.resolve().name
     cleaned = re.sub(r"[^A-Za-z0-9._/:-]+", "-", name).strip("._/:-")[:128]
     return cleaned or "model"
 

@@ -1,5 +1,7 @@
 """GGUF's quantization blocks as codes: every value is that of the gguf package, bit for bit."""
 
+import mmap
+
 import gguf
 import numpy as np
 import pytest
@@ -47,7 +49,7 @@ def test_the_memory_of_a_matrix_is_known_from_its_header(name: str) -> None:
     known = format_of(kind)
     assert known is not None
     matrix = PackableMatrix(read_codes(kind, blocks(name, 32, 8)), known.form)
-    tensor = GgufTensor("a", tuple(matrix.shape), int(kind), 0)
+    tensor = GgufTensor("a", tuple(matrix.shape), int(kind), 0, mmap.mmap(-1, 1))
     assert matrix.nbytes == matrix.packed().nbytes == packed_bytes(tensor)
 
 

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from headrace_proto.errors import ModelUnsupportedError
+from headrace_proto.errors import ModelLoadError, ModelUnsupportedError
 from headrace_worker.model.build import read_config
 from headrace_worker.model.facts import read_facts
 from headrace_worker.model.gguf import GgufWeights
@@ -45,9 +45,9 @@ def embedded() -> GgufFile:
     return GgufFile(resolve("smollm2").path)
 
 
-def write_llama(path: Path, architecture: str = "llama", **override: Any) -> Path:
-    """A GGUF file of a tiny random llama, in mixed tensor types."""
-    writer = gguf.GGUFWriter(path, architecture)
+def write_llama(path: Path, architecture: str = "llama", tensors_per_part: int = 0, **override: Any) -> Path:
+    """A GGUF file of a tiny random llama, in mixed tensor types; or its parts, NAME-00001-of-0000N.gguf beside it."""
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=tensors_per_part)
     writer.add_block_count(1)
     writer.add_context_length(64)
     writer.add_embedding_length(64)
@@ -91,6 +91,35 @@ def test_weights_equal_transformers(tmp_path: Path) -> None:
     assert set(weights) == set(expected)
     for name in weights:
         torch.testing.assert_close(weights.read(name), expected[name], rtol=0, atol=0, msg=name)
+
+
+def test_parts_are_read_as_the_whole_file(tmp_path: Path) -> None:
+    whole = GgufFile(write_llama(tmp_path / "m.gguf", tokenizer__ggml__model="none"))
+    write_llama(tmp_path / "m.gguf", tensors_per_part=5, tokenizer__ggml__model="none")
+    parts = [tmp_path / f"m-0000{part}-of-00003.gguf" for part in (1, 2, 3)]
+    split = GgufFile(parts[0])
+    assert [len(part.tensors) for part in split.parts] == [5, 5, 2]
+    assert gguf_config(split) == gguf_config(whole)
+    expected, found = GgufWeights(whole), GgufWeights(split)
+    assert set(found) == set(expected)
+    for name in expected:
+        torch.testing.assert_close(found.read(name), expected.read(name), rtol=0, atol=0, msg=name)
+    assert found.read_bytes == expected.read_bytes
+    content = [part.read_bytes() for part in parts]
+    parts[1].write_bytes(content[2])
+    with pytest.raises(ModelLoadError, match=r"m-00002-of-00003\.gguf is part 3 of 3 by its header, not part 2"):
+        GgufFile(parts[0])
+    parts[1].write_bytes(content[1][:-40])
+    with pytest.raises(ModelLoadError, match=r"m-00002-of-00003\.gguf is cut short"):
+        GgufWeights(GgufFile(parts[0]))
+    parts[1].write_bytes(content[1].replace(b"blk.0.attn_k.weight", b"blk.0.attn_q.weight"))
+    with pytest.raises(ModelLoadError, match=r"have the same tensor|occurs twice"):
+        GgufFile(parts[0])
+    for name in ("first.gguf", "n-00001-of-00001.gguf"):
+        renamed = tmp_path / name
+        renamed.write_bytes(content[0])
+        with pytest.raises(ModelLoadError, match=rf"{name} is part 1 of 3 of a split GGUF model by its header: all"):
+            GgufFile(renamed)
 
 
 def test_config_of_the_embedded_model(embedded: GgufFile) -> None:

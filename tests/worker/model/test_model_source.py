@@ -38,6 +38,7 @@ def test_folder_with_safetensors(tmp_path: Path) -> None:
 
 def test_index_names_the_files(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "m")
+    (folder / "model.safetensors").unlink()
     (folder / "a.safetensors").write_bytes(b"1")
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}))
@@ -48,6 +49,61 @@ def test_index_names_the_files(tmp_path: Path) -> None:
     index.write_text("{")
     with pytest.raises(ModelSourceError, match=r"index\.json .* is damaged"):
         resolve(str(folder))
+
+
+@pytest.mark.parametrize("indexed", [False, True])
+def test_files_that_transformers_does_not_read_are_left(indexed: bool, tmp_path: Path) -> None:
+    """Beside model.safetensors: the same weights in Mistral's own format, another variant, the shards of an index."""
+    from transformers.modeling_utils import _get_resolved_checkpoint_files
+
+    folder = write_model(tmp_path / "m")
+    for name in ("consolidated", "consolidated-00001-of-00002", "model.fp16", "model-00001-of-00001"):
+        (folder / f"{name}.safetensors").write_bytes(b"other")
+    if indexed:
+        index = {"weight_map": {"x": "model-00001-of-00001.safetensors"}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    checkpoint, _ = _get_resolved_checkpoint_files(str(folder), None, None, None, None, False)
+    assert [str(file) for file in resolve(str(folder)).weights] == checkpoint == [str(folder / "model.safetensors")]
+
+
+def test_a_folder_of_other_formats_only(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "m")
+    (folder / "model.safetensors").rename(folder / "consolidated.safetensors")
+    with pytest.raises(ModelSourceError, match=r"no weights in model\.safetensors: its consolidated files are in a"):
+        resolve(str(folder))
+    for name in ("a", "b"):
+        (folder / f"{name}.safetensors").write_bytes(b"w")
+    assert [file.name for file in resolve(str(folder)).weights] == ["a.safetensors", "b.safetensors"]
+
+
+def test_the_parts_of_a_gguf_file_are_one_model(tmp_path: Path) -> None:
+    parts = [tmp_path / f"m-0000{part}-of-00003.gguf" for part in (1, 2, 3)]
+    for part in parts:
+        part.write_bytes(part.name.encode())
+    for source in (tmp_path, parts[0]):
+        found = resolve(str(source))
+        assert (found.kind, found.path, found.weights) == ("gguf", parts[0], tuple(parts))
+    parts[2].write_bytes(b"other weights")
+    assert resolve(str(tmp_path)).revision != found.revision
+    with pytest.raises(ModelSourceError, match=r"m-00002-of-00003\.gguf is part 2 of 3 .* m-00001-of-00003\.gguf"):
+        resolve(str(parts[1]))
+    (tmp_path / "n.gguf").write_bytes(b"another model")
+    with pytest.raises(ModelSourceError, match="contains 2 GGUF models"):
+        resolve(str(tmp_path))
+    (tmp_path / "n.gguf").unlink()
+    for missing in (1, 0):
+        parts[missing].unlink()
+        sentence = rf"'m' part {missing + 1} of 3 is missing: download m-0000{missing + 1}-of-00003\.gguf"
+        for source in (tmp_path, parts[2], *parts[:missing]):
+            with pytest.raises(ModelSourceError, match=sentence):
+                resolve(str(source), "dummy" if source != tmp_path else "auto")
+
+
+@pytest.mark.parametrize("name", ["m-00003-of-00002", "m-00000-of-00002", "m-00001-of-00000", "m-1-of-2"])
+def test_other_names_are_no_parts(name: str, tmp_path: Path) -> None:
+    path = tmp_path / f"{name}.gguf"
+    path.write_bytes(b"x")
+    assert resolve(str(path)).weights == (path,)
 
 
 def test_revision_follows_the_weights(tmp_path: Path) -> None:
@@ -130,14 +186,22 @@ def test_the_commit_of_a_hub_model_needs_no_download(monkeypatch: pytest.MonkeyP
 def test_hub_snapshot_is_a_folder_named_by_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
-    requested: dict[str, Any] = {}
+    wanted: list[tuple[str | None, list[str]]] = []
+    commit = write_model(tmp_path / "0123abcd")
 
     def download(repo: str, revision: str | None, allow_patterns: list[str]) -> str:
-        requested.update(repo=repo, revision=revision, patterns=allow_patterns)
-        return str(write_model(tmp_path / "0123abcd"))
+        wanted.append((revision, allow_patterns))
+        return str(commit)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     source = resolve("acme/model", revision="main")
     assert (source.revision, source.kind) == (source.commit, "safetensors") == ("0123abcd", "safetensors")
     assert source.digest not in ("", source.revision)
-    assert requested["revision"] == "main" and not any("bin" in p or p.endswith(".py") for p in requested["patterns"])
+    described = ["*.json", "*.model", "*.txt", "*.jinja"]
+    assert wanted == [("main", described), ("0123abcd", ["model.safetensors"])]
+    index = {"weight_map": {"x": "b.safetensors", "y": "a.safetensors", "z": "b.safetensors"}}
+    (commit / "model.safetensors.index.json").write_text(json.dumps(index))
+    resolve("acme/model")
+    assert wanted[2:] == [(None, described), ("0123abcd", ["model.safetensors", "a.safetensors", "b.safetensors"])]
+    resolve("acme/model", "dummy")
+    assert wanted[4:] == [(None, described)]

@@ -69,7 +69,7 @@ class GgufWeights:
         if len(inputs) > 1 or any(edge % storage.block for edge in inputs[0]):
             return None
         row_bytes = storage.row_bytes(tensor)
-        raw = np.frombuffer(self._file.buffer, np.uint8, tensor.shape[0] * row_bytes, tensor.offset)
+        raw = np.frombuffer(tensor.buffer, np.uint8, tensor.shape[0] * row_bytes, tensor.offset)
         columns = slice(*(edge // storage.block * storage.block_bytes for edge in inputs[0]))
         parts = [raw.reshape(-1, row_bytes)[slice(*span), columns] for span in outputs]
         self.read_bytes += sum(part.nbytes for part in parts)
@@ -105,7 +105,7 @@ class GgufWeights:
         storage = storage_of(tensor)
         block, block_bytes, row_bytes = storage.block, storage.block_bytes, storage.row_bytes(tensor)
         count = prod(shape[:-1]) * row_bytes
-        raw = np.frombuffer(self._file.buffer, np.uint8, count, tensor.offset).reshape(*shape[:-1], row_bytes)
+        raw = np.frombuffer(tensor.buffer, np.uint8, count, tensor.offset).reshape(*shape[:-1], row_bytes)
         first, stop = spans[-1]
         start = first // block  # quantization blocks run along rows
         columns = slice(start * block_bytes, -(-stop // block) * block_bytes)

@@ -1,17 +1,20 @@
-"""The GGUF container: metadata and tensor directory, read through one memory map.
+"""The GGUF container: metadata and tensor directory, read through a memory map of each file.
 
-Implements the format's specification (ggml, docs/gguf.md). Parses ~100,000 tokenizer strings in about 0.1 s, for a
-short start-up. Imports neither torch nor transformers, so that clients of `source` stay fast.
+Implements the format's specification (ggml, docs/gguf.md), and the parts that llama.cpp's `gguf-split` makes of one
+model. Parses ~100,000 tokenizer strings in about 0.1 s, for a short start-up. Imports neither torch nor transformers,
+so that clients of `source` stay fast.
 """
 
 import mmap
+import re
 import struct
 from array import array
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace_proto.errors import ModelLoadError
+from headrace_proto.errors import ModelLoadError, ModelSourceError
+from headrace_worker.model.gguf_metadata import number
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -23,6 +26,7 @@ _MAX_ENTRIES = 1 << 16  # tensors, or keys: models have thousands at most
 _MAX_ELEMENTS = 1 << 24  # of an array: the largest vocabularies have a million
 _MAX_ALIGNMENT = 1 << 20
 _MAX_NAME = 1 << 10  # bytes of a key, or of a tensor's name
+_PART = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.gguf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +36,89 @@ class GgufTensor:
     name: str
     shape: tuple[int, ...]  # row-major, as torch has it (the file lists the fastest dimension first)
     type_id: int  # ggml type number
-    offset: int  # bytes from the start of the file
+    offset: int  # bytes from the start of the buffer
+    buffer: mmap.mmap  # the whole file
+
+
+def first_part(path: Path) -> Path:
+    """The first part of the split model that a file belongs to by its name; else the file itself."""
+    name, part, count = _split_name(path)
+    return path.with_name(f"{name}-00001-of-{count:05}.gguf") if part else path
+
+
+def gguf_parts(path: Path) -> list[Path]:
+    """The files of the model at `path`: of a split one all parts, in order, by their names.
+
+    Raises ModelSourceError where a part is missing, and for another part than the first.
+    """
+    name, part, count = _split_name(path)
+    if not part:
+        return [path]
+    parts = [path.with_name(f"{name}-{place:05}-of-{count:05}.gguf") for place in range(1, count + 1)]
+    for place, file in enumerate(parts, 1):
+        if not file.is_file():
+            raise ModelSourceError(
+                f"Of the split GGUF model {name!r} part {place} of {count} is missing: download {file.name} into the "
+                "folder of the other parts."
+            )
+    if part != 1:
+        raise ModelSourceError(
+            f"{path.name} is part {part} of {count} of a split GGUF model: name the first part, {parts[0].name}; the "
+            "others are found beside it."
+        )
+    return parts
+
+
+def _split_name(path: Path) -> tuple[str, int, int]:
+    """Name, part and number of parts of a split model by the name of one file; of another file its name, 0 and 0."""
+    match = _PART.fullmatch(path.name)
+    if match is None or not 1 <= int(match[2]) <= int(match[3]):
+        return path.stem, 0, 0
+    return match[1], int(match[2]), int(match[3])
 
 
 class GgufFile:
-    """A GGUF file's header. `buffer` maps the whole file; tensors are views of it."""
+    """A GGUF model: one file, or all parts of a split one as if they were one."""
+
+    def __init__(self, path: Path) -> None:
+        """path: of the file, or of the first part. Raises ModelSourceError as `gguf_parts` does, ModelLoadError when
+        one is not a GGUF file, is damaged, or does not belong to the others.
+        """
+        self.name = path.name
+        self.parts = [GgufPart(part) for part in gguf_parts(path)]
+        self.metadata = self.parts[0].metadata
+        self.tensors: dict[str, GgufTensor] = {}
+        for place, part in enumerate(self.parts):
+            self._check_split(part, place)
+            if twice := self.tensors.keys() & part.tensors.keys():
+                raise ModelLoadError(
+                    f"{part.name} and an earlier part have the same tensor, {min(twice)[:80]!r}: download all parts "
+                    "again."
+                )
+            self.tensors.update(part.tensors)
+        expected = number(self.metadata, "split.tensors.count", len(self.tensors))
+        if expected != len(self.tensors):
+            raise ModelLoadError(
+                f"The {len(self.parts)} parts of {path.name} have {len(self.tensors)} of its {expected} tensors: "
+                "download all parts again."
+            )
+
+    def _check_split(self, part: "GgufPart", place: int) -> None:
+        count, found = number(part.metadata, "split.count", 1), number(part.metadata, "split.no", 0)
+        if max(1, count) != len(self.parts):
+            raise ModelLoadError(
+                f"{part.name} is part {found + 1} of {count} of a split GGUF model by its header: all parts must be in "
+                f"one folder, with the names that the split gave them, NAME-00001-of-{count:05}.gguf and so on."
+            )
+        if found != place:
+            raise ModelLoadError(
+                f"{part.name} is part {found + 1} of {count} by its header, not part {place + 1}: give the file its "
+                "name back, or download it again."
+            )
+
+
+class GgufPart:
+    """One file's header. `buffer` maps the whole file; tensors are views of it."""
 
     def __init__(self, path: Path) -> None:
         """Raises ModelLoadError when it is not a GGUF file, or damaged."""
@@ -91,7 +173,7 @@ class GgufFile:
         for tensor, (torch_shape, type_id, offset) in directory.items():
             if offset % alignment:
                 raise IndexError(f"the tensor {tensor!r} is not at a multiple of {alignment} bytes")
-            self.tensors[tensor] = GgufTensor(tensor, torch_shape, type_id, start + offset)
+            self.tensors[tensor] = GgufTensor(tensor, torch_shape, type_id, start + offset, self.buffer)
 
     def _name(self, position: int) -> tuple[str, int]:
         name, end = self._string(position)

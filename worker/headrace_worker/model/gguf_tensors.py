@@ -7,7 +7,7 @@ import gguf
 import numpy as np
 
 from headrace_proto.errors import ModelLoadError, ModelUnsupportedError
-from headrace_worker.model.gguf_file import GgufFile, GgufTensor
+from headrace_worker.model.gguf_file import GgufFile, GgufPart, GgufTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,36 +42,43 @@ def storage_of(tensor: GgufTensor) -> Storage:
 
 
 def check_tensors(file: GgufFile) -> None:
-    """Checks that every tensor is within the file, apart from others, and has a supported quantization. No value is
+    """Checks that every tensor is within its file, apart from others, and has a supported quantization. No value is
     read.
 
     Raises ModelLoadError, ModelUnsupportedError.
     """
     known: set[gguf.GGMLQuantizationType] = set()
-    taken = file.header_bytes
-    for tensor in sorted(file.tensors.values(), key=lambda entry: entry.offset):
+    for part in file.parts:
+        _check_places(part)
+        for tensor in part.tensors.values():
+            storage = storage_of(tensor)
+            if storage.kind not in known:
+                try:
+                    gguf.dequantize(np.zeros((1, storage.block_bytes), np.uint8), storage.kind)
+                except NotImplementedError as error:
+                    raise _unsupported(tensor) from error
+                known.add(storage.kind)
+
+
+def _check_places(part: GgufPart) -> None:
+    taken = part.header_bytes
+    for tensor in sorted(part.tensors.values(), key=lambda entry: entry.offset):
         storage = storage_of(tensor)
         if not tensor.shape or tensor.shape[-1] % storage.block:
             raise ModelLoadError(
-                f"{file.name} is damaged: {tensor.name} has the shape {list(tensor.shape)}; download it again."
+                f"{part.name} is damaged: {tensor.name} has the shape {list(tensor.shape)}; download it again."
             )
         end = tensor.offset + prod(tensor.shape[:-1]) * storage.row_bytes(tensor)
-        if end > len(file.buffer):
+        if end > len(part.buffer):
             raise ModelLoadError(
-                f"{file.name} is cut short: {tensor.name} ends at byte {end:,}, but the file has {len(file.buffer):,}; "
+                f"{part.name} is cut short: {tensor.name} ends at byte {end:,}, but the file has {len(part.buffer):,}; "
                 "download it again."
             )
         if tensor.offset < taken:
             raise ModelLoadError(
-                f"{file.name} is damaged: {tensor.name} begins inside another tensor or the header; download it again."
+                f"{part.name} is damaged: {tensor.name} begins inside another tensor or the header; download it again."
             )
         taken = end
-        if storage.kind not in known:
-            try:
-                gguf.dequantize(np.zeros((1, storage.block_bytes), np.uint8), storage.kind)
-            except NotImplementedError as error:
-                raise _unsupported(tensor) from error
-            known.add(storage.kind)
 
 
 def _unsupported(tensor: GgufTensor) -> ModelUnsupportedError:

