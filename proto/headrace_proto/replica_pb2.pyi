@@ -119,7 +119,14 @@ class DescribeChunk(_message.Message):
     def __init__(self, facts: _Optional[_Union[ModelFacts, _Mapping]] = ..., tokenizer_json: _Optional[bytes] = ...) -> None: ...
 
 class ModelFacts(_message.Message):
-    __slots__ = ("identity", "max_model_len", "vocab_size", "eos_token_ids", "bos_token_id", "chat_template", "special_tokens", "tokenizer_digest", "tokenizer_size", "defaults", "add_bos", "kv_blocks", "max_num_seqs", "max_num_batched_tokens", "tool_parser", "reasoning_parser", "cache_key")
+    __slots__ = ("identity", "max_model_len", "vocab_size", "eos_token_ids", "bos_token_id", "chat_template", "named_templates", "special_tokens", "tokenizer_digest", "tokenizer_size", "defaults", "add_bos", "kv_blocks", "max_num_seqs", "max_num_batched_tokens", "tool_parser", "reasoning_parser", "cache_key")
+    class NamedTemplatesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     class SpecialTokensEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -133,6 +140,7 @@ class ModelFacts(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     BOS_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
+    NAMED_TEMPLATES_FIELD_NUMBER: _ClassVar[int]
     SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_DIGEST_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -150,6 +158,7 @@ class ModelFacts(_message.Message):
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     bos_token_id: int
     chat_template: str
+    named_templates: _containers.ScalarMap[str, str]
     special_tokens: _containers.ScalarMap[str, str]
     tokenizer_digest: bytes
     tokenizer_size: int
@@ -161,7 +170,7 @@ class ModelFacts(_message.Message):
     tool_parser: str
     reasoning_parser: str
     cache_key: bytes
-    def __init__(self, identity: _Optional[_Union[ReplicaIdentity, _Mapping]] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., chat_template: _Optional[str] = ..., special_tokens: _Optional[_Mapping[str, str]] = ..., tokenizer_digest: _Optional[bytes] = ..., tokenizer_size: _Optional[int] = ..., defaults: _Optional[_Union[GenerationDefaults, _Mapping]] = ..., add_bos: _Optional[bool] = ..., kv_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., tool_parser: _Optional[str] = ..., reasoning_parser: _Optional[str] = ..., cache_key: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, identity: _Optional[_Union[ReplicaIdentity, _Mapping]] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., chat_template: _Optional[str] = ..., named_templates: _Optional[_Mapping[str, str]] = ..., special_tokens: _Optional[_Mapping[str, str]] = ..., tokenizer_digest: _Optional[bytes] = ..., tokenizer_size: _Optional[int] = ..., defaults: _Optional[_Union[GenerationDefaults, _Mapping]] = ..., add_bos: _Optional[bool] = ..., kv_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., tool_parser: _Optional[str] = ..., reasoning_parser: _Optional[str] = ..., cache_key: _Optional[bytes] = ...) -> None: ...
 
 class GenerationDefaults(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "max_tokens")

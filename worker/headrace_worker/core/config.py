@@ -207,5 +207,5 @@ class ReplicaStarted(Struct, frozen=True, kw_only=True):
     block_size: int
     weight_bytes: int
     defaults: dict[str, int | float] = {}  # of requests, the model's own included
-    warnings: list[str] = []  # sentences about what makes it slower than it could be here
+    warnings: list[str] = []  # sentences about what makes it slower than it could be here, or how its files are taken
     notes: list[str]  # sentences to show on request: which kernels, what was chosen and why

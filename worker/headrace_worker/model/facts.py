@@ -5,16 +5,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, TemplateSyntaxError
 from tokenizers import Tokenizer
 
 from headrace_proto.errors import ModelLoadError
-from headrace_proto.rust_panic import panics_as_errors
+from headrace_proto.quantities import counted
+from headrace_worker.model.chat_templates import DEFAULT, TOOL_USE, gguf_templates, read_template, turn_ends
 from headrace_worker.model.gguf_file import GgufFile
-from headrace_worker.model.gguf_metadata import flag, optional_number, text, texts
+from headrace_worker.model.gguf_metadata import flag, optional_number, texts
 from headrace_worker.model.gguf_tokenizer import byte_tokenizer, gguf_tokenizer
 from headrace_worker.model.json_files import read_object
 from headrace_worker.model.source import ModelSource
+from headrace_worker.model.tokenizer_files import fit_tokenizer, has_tokenizer, load_tokenizer
 
 _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p")
 # The embedded file has no generation_config.json. Chosen with benchmarks/answers.py (docs/design.md).
@@ -24,10 +25,11 @@ _NAMED_TOKENS = ("bos", "eos", "unk", "pad")
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Tokenizer, template and numbers of a model."""
+    """Tokenizer, templates and numbers of a model."""
 
-    tokenizer_json: bytes
-    chat_template: str  # Jinja source; empty when the model has none
+    tokenizer_json: bytes  # all of its ids are below vocab_size
+    chat_template: str  # Jinja source; empty when the model has none, or none that is its default
+    named_templates: dict[str, str]  # the others, by name
     special_tokens: dict[str, str]  # "bos_token" -> "<s>", for templates
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
@@ -38,84 +40,122 @@ class ModelFacts:
     notes: tuple[str, ...] = ()
 
 
+@dataclass(slots=True)
+class _Files:
+    """What the files of a model contain, whether or not the model has a row for each token."""
+
+    tokenizer: Tokenizer
+    eos: tuple[int, ...]
+    bos: int | None
+    add_bos: bool = False
+    templates: dict[str, str] = field(default_factory=dict)  # by name; a single one is the default
+    special_tokens: dict[str, str] = field(default_factory=dict)
+    defaults: dict[str, int | float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
 def max_positions(config: Any) -> int:
     """Maximum number of positions of the model."""
     return int(getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or 4096)
 
 
 def read_facts(
-    source: ModelSource, config: Any, gguf: GgufFile | None, vocab_size: int, trust_remote_code: bool = False
+    source: ModelSource,
+    config: Any,
+    gguf: GgufFile | None,
+    vocab_size: int,
+    trust_remote_code: bool = False,
+    chat_template: str | None = None,
 ) -> ModelFacts:
-    """Collect the facts. `vocab_size` is the number of logits that the model computes.
+    """Collect the facts. `vocab_size` is the number of logits that the model computes; `chat_template` the path of a
+    file instead of the model's own ones.
 
     Raises ModelLoadError.
     """
     if gguf is not None:
-        defaults = _EMBEDDED_DEFAULTS if source.embedded else {}
-        facts = _gguf_facts(config, gguf, vocab_size, defaults)
+        files = _gguf_files(gguf, _EMBEDDED_DEFAULTS if source.embedded else {})
     else:
-        facts = _folder_facts(source, config, vocab_size, trust_remote_code)
-    return facts
+        files = _folder_files(source, config, vocab_size, trust_remote_code)
+    if chat_template is not None:
+        files.templates = {DEFAULT: read_template(Path(chat_template).expanduser())}
+    tokenizer, left_out = fit_tokenizer(files.tokenizer, vocab_size, files.bos if files.add_bos else None)
+    if left_out:
+        files.notes.append(
+            f"The model has {vocab_size} rows, and none for {counted(len(left_out), 'added token')} of its tokenizer, "
+            f"{left_out[0][:80]!r} first: encoded as text."
+        )
+    eos = tuple(token for token in files.eos if token < vocab_size)
+    ends = turn_ends(files.templates, files.special_tokens, tokenizer, eos)
+    files.notes += [
+        f"{tokenizer.id_to_token(end)!r} ends answers, too: the chat template ends a turn with it, and the files name "
+        "other end tokens only."
+        for end in ends
+    ]
+    templates = {name: template for name, template in files.templates.items() if template}
+    if templates.keys() - {DEFAULT}:
+        used = f"; {TOOL_USE!r} is used for chats with tools" if TOOL_USE in templates else ""
+        files.notes.append(f"The model has the chat templates {', '.join(sorted(templates))}{used}.")
+    return ModelFacts(
+        tokenizer_json=tokenizer.to_str().encode(),
+        chat_template=templates.pop(DEFAULT, ""),
+        named_templates=templates,
+        special_tokens=files.special_tokens,
+        eos_token_ids=(*eos, *ends),
+        bos_token_id=files.bos,
+        add_bos=files.add_bos,
+        max_positions=max_positions(config),
+        vocab_size=vocab_size,
+        defaults=files.defaults,
+        notes=tuple(files.notes),
+    )
 
 
-def _gguf_facts(config: Any, gguf: GgufFile, vocab_size: int, defaults: dict[str, int | float]) -> ModelFacts:
+def _gguf_files(gguf: GgufFile, defaults: dict[str, int | float]) -> _Files:
     data = gguf.metadata
-    tokenizer = gguf_tokenizer(data)
     tokens = texts(data, "tokenizer.ggml.tokens")
     keys = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     ids = {name: optional_number(data, f"tokenizer.ggml.{keys[name]}_token_id") for name in _NAMED_TOKENS}
     eos = [ids["eos"], *(optional_number(data, f"tokenizer.ggml.{key}_token_id") for key in ("eot", "eom"))]
-    return ModelFacts(
-        tokenizer_json=tokenizer.to_str().encode(),
-        chat_template=text(data, "tokenizer.chat_template", ""),
+    return _Files(
+        tokenizer=gguf_tokenizer(data),
+        eos=_ids(*eos),
+        bos=ids["bos"],
+        add_bos=flag(data, "tokenizer.ggml.add_bos_token", False),
+        templates=gguf_templates(data),
         special_tokens={
             f"{name}_token": tokens[index]
             for name, index in ids.items()
             if index is not None and 0 <= index < len(tokens)
         },
-        eos_token_ids=_ids(*eos),
-        bos_token_id=ids["bos"],
-        add_bos=flag(data, "tokenizer.ggml.add_bos_token", False),
-        max_positions=max_positions(config),
-        vocab_size=vocab_size,
         defaults=defaults,
     )
 
 
-def _folder_facts(source: ModelSource, config: Any, vocab_size: int, trust_remote_code: bool) -> ModelFacts:
+def _folder_files(source: ModelSource, config: Any, vocab_size: int, trust_remote_code: bool) -> _Files:
     path = source.path / "generation_config.json"
     generation = read_object(path, source.name) if path.is_file() else {}
     eos = (config.eos_token_id, generation.get("eos_token_id"))
-    defaults = _defaults(generation)
     if not has_tokenizer(source):
-        return ModelFacts(
-            tokenizer_json=byte_tokenizer(vocab_size).to_str().encode(),
-            chat_template="",
-            special_tokens={},
-            eos_token_ids=_ids(*eos),
-            bos_token_id=config.bos_token_id,
-            add_bos=False,
-            max_positions=max_positions(config),
-            vocab_size=vocab_size,
-            defaults=defaults,
-            notes=("This dummy model has no tokenizer: text is encoded byte by byte.",),
+        return _Files(
+            tokenizer=byte_tokenizer(vocab_size),
+            eos=_ids(*eos),
+            bos=config.bos_token_id,
+            defaults=_defaults(generation),
+            notes=["This dummy model has no tokenizer: text is encoded byte by byte."],
         )
-    tokenizer, with_specials = _load_tokenizer(source, trust_remote_code)
+    tokenizer = load_tokenizer(source, trust_remote_code)
+    with_specials = list(tokenizer.encode("a"))
     named = {f"{name}_token": getattr(tokenizer, f"{name}_token", None) for name in _NAMED_TOKENS}
-    template = tokenizer.chat_template
-    if isinstance(template, dict):
-        template = template.get("default", "")
+    templates = tokenizer.chat_template
     bos = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else config.bos_token_id
-    return ModelFacts(
-        tokenizer_json=_backend(tokenizer).to_str().encode(),
-        chat_template=str(template or ""),
-        special_tokens={name: str(token) for name, token in named.items() if token is not None},
-        eos_token_ids=tuple(token for token in _ids(*eos, tokenizer.eos_token_id) if token < vocab_size),
-        bos_token_id=bos,
+    return _Files(
+        tokenizer=tokenizer.backend_tokenizer,
+        eos=_ids(*eos, tokenizer.eos_token_id),
+        bos=bos,
         add_bos=bool(with_specials) and bos is not None and with_specials[0] == bos,
-        max_positions=max_positions(config),
-        vocab_size=vocab_size,
-        defaults=defaults,
+        templates=templates if isinstance(templates, dict) else {DEFAULT: str(templates or "")},
+        special_tokens={name: str(token) for name, token in named.items() if token is not None},
+        defaults=_defaults(generation),
     )
 
 
@@ -134,75 +174,6 @@ def _defaults(generation: dict[str, Any]) -> dict[str, int | float]:
     longest = int(given.pop("max_new_tokens", 0))
     defaults = {key: max(0, int(value)) if key == "top_k" else float(value) for key, value in given.items()}
     return greedy | defaults | ({"max_tokens": longest} if longest > 0 else {})
-
-
-def _load_tokenizer(source: ModelSource, trust_remote_code: bool) -> tuple[Any, list[int]]:
-    """Through transformers, which changes some tokenizers when it loads them: requests must be tokenized alike.
-
-    Returns the ids of "a" with those that the tokenizer itself adds, too.
-    """
-    from transformers import AutoTokenizer
-
-    check_tokenizer_file(source)
-    try:
-        with panics_as_errors():
-            tokenizer = AutoTokenizer.from_pretrained(
-                source.path, trust_remote_code=trust_remote_code, local_files_only=True
-            )
-            return tokenizer, list(tokenizer.encode("a"))
-    except Exception as error:  # tokenizer files are read by code of many kinds; tokenizers raises bare Exception
-        raise ModelLoadError(
-            f"The tokenizer of {source.name!r} cannot be read ({type(error).__name__}): check its tokenizer files."
-        ) from error
-
-
-def _backend(tokenizer: Any) -> Tokenizer:
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if not isinstance(backend, Tokenizer):
-        raise ModelLoadError(
-            f"The tokenizer ({type(tokenizer).__name__}) has no tokenizer.json form: it cannot be sent to routers."
-        )
-    backend.no_truncation()
-    backend.no_padding()
-    return backend
-
-
-def read_template(path: Path) -> str:
-    """The text of a chat template's file. Raises ModelLoadError where it cannot be read, or is not valid Jinja."""
-    try:
-        source = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "it is no text in UTF-8"
-        raise ModelLoadError(
-            f"--chat-template {path} cannot be read ({reason}): name a file on the machine where the model runs."
-        ) from error
-    try:
-        Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source)
-    except TemplateSyntaxError as error:
-        if "generation" in str(error.message):  # a tag of transformers
-            return source
-        raise ModelLoadError(
-            f"--chat-template {path} is not valid Jinja, line {error.lineno}: {error.message}"
-        ) from error
-    return source
-
-
-def has_tokenizer(source: ModelSource) -> bool:
-    """Whether a folder has tokenizer files. Raises ModelLoadError when it has none; a dummy model needs none."""
-    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
-    found = any((source.path / name).is_file() for name in names)
-    if not found and source.kind != "dummy":
-        raise ModelLoadError(
-            f"{source.name!r} has no tokenizer (tokenizer.json or tokenizer.model): download it into the folder."
-        )
-    return found
-
-
-def check_tokenizer_file(source: ModelSource) -> None:
-    """Raises ModelLoadError for a tokenizer.json that is not JSON."""
-    path = source.path / "tokenizer.json"
-    if path.is_file():
-        read_object(path, source.name)
 
 
 def _ids(*values: object) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.core.kv.sizing import request_limit
-from headrace_worker.model.facts import check_tokenizer_file, has_tokenizer, max_positions
+from headrace_worker.model.facts import max_positions
 from headrace_worker.model.gguf_config import gguf_config, weight_names
 from headrace_worker.model.gguf_file import GgufFile
 from headrace_worker.model.gguf_tensors import check_tensors, packed_bytes
@@ -18,6 +18,7 @@ from headrace_worker.model.gguf_tokenizer import check_gguf_tokenizer
 from headrace_worker.model.json_files import read_object
 from headrace_worker.model.safetensors_files import count_elements, open_files
 from headrace_worker.model.source import ModelSource
+from headrace_worker.model.tokenizer_files import check_tokenizer_file, has_tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from headrace_worker.model import buffers, surgery
 from headrace_worker.model.build import build_meta, check_rope, output_rows, read_config
 from headrace_worker.model.cache_layout import cache_layout
 from headrace_worker.model.converted import converted
-from headrace_worker.model.facts import ModelFacts, read_facts, read_template
+from headrace_worker.model.facts import ModelFacts, read_facts
 from headrace_worker.model.gguf import GgufWeights
 from headrace_worker.model.gguf_file import GgufFile
 from headrace_worker.model.sharding.shard import Sharding, shard
@@ -44,7 +43,7 @@ class LoadedModel:
     weight_bytes: int
     read_bytes: int  # of the checkpoint's files
     notes: list[str]
-    warnings: list[str]  # what makes it slower, or wrong, for a reason that the user can change
+    warnings: list[str]  # what makes it slower, or wrong, for a reason that the user can change; notes of its facts
     deterministic: bool = False  # a row's result depends on that row alone, bit for bit
 
     @property
@@ -88,7 +87,9 @@ def load(
     vocab_size = output_rows(model)
     # Tokenizer files are parsed while weights are read.
     with ThreadPoolExecutor(max_workers=1) as pool, torch.no_grad():
-        facts_job = pool.submit(read_facts, source, model.config, gguf, vocab_size, config.trust_remote_code)
+        facts_job = pool.submit(
+            read_facts, source, model.config, gguf, vocab_size, config.trust_remote_code, config.chat_template
+        )
         buffers.compute_buffers(model, place)
         sharding = shard(model, parallel, place)
         weights = open_weights(source, model, sharding, gguf)
@@ -112,8 +113,6 @@ def load(
         sharding.connect(model)
         facts = facts_job.result()
         facts = replace(facts, defaults=facts.defaults | config.defaults)
-        if config.chat_template is not None:
-            facts = replace(facts, chat_template=read_template(Path(config.chat_template).expanduser()))
     warnings = find_slow_backends() if place.type == "cpu" else []
     if bf16 and not library.has_bfloat16_products():
         warnings.append("This CPU has no products of bfloat16 (AVX512_BF16): --cpu-arithmetic exact is faster here.")
@@ -129,6 +128,7 @@ def load(
     if source.kind == "dummy":
         notes.append("Weights are random (--load-format dummy): the output is meaningless.")
     notes.extend(facts.notes)
+    warnings.extend(facts.notes)
     return LoadedModel(
         source=source,
         module=model,

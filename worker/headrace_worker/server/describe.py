@@ -32,6 +32,7 @@ def describe(assembly: Assembly, config: ReplicaConfig, boot_id: bytes, cache_ke
         eos_token_ids=facts.eos_token_ids,
         bos_token_id=facts.bos_token_id,
         chat_template=facts.chat_template,
+        named_templates=facts.named_templates,
         special_tokens=facts.special_tokens,
         tokenizer_digest=blake3(facts.tokenizer_json).digest(),
         tokenizer_size=len(facts.tokenizer_json),
