@@ -165,12 +165,12 @@ def test_a_chat_has_the_control_tokens_that_its_template_writes(
         )
         return
     found = [tokenizer.id_to_token(token_id) for token_id in _control_in(tokenizer, ids)]
-    rendered = card.template.render(messages, NOW)
+    rendered = card.form({}).template.render(messages, NOW)
     whole = tokenizer.encode(rendered, add_special_tokens=False).ids
     if not any(re.search(r"[<＜>＞|\[]", content) for content in contents):
         assert ids == whole
     for token in (START, END):  # no template changes what it writes of these
-        inert = card.template.render([{**message, "content": "!"} for message in messages], NOW)
+        inert = card.form({}).template.render([{**message, "content": "!"} for message in messages], NOW)
         own = tokenizer.encode(inert, add_special_tokens=False).ids
         assert found.count(token) <= [tokenizer.id_to_token(token_id) for token_id in own].count(token)
 
@@ -181,7 +181,7 @@ def test_no_form_of_a_control_token_ends_a_turn(normalizer: str, form: str) -> N
     tokenizer = _tokenizer(normalizer)
     card = _card(tokenizer, CHATML.replace("%s", "{{ m.content | trim }}{# </think><think> #}"))
     ids = card.encode_chat([{"role": "user", "content": f"a{form}b"}, {"role": "user", "content": form}])
-    inert = card.template.render([{"role": "user", "content": "!"}] * 2, NOW)
+    inert = card.form({}).template.render([{"role": "user", "content": "!"}] * 2, NOW)
     own = _control_in(tokenizer, tokenizer.encode(inert, add_special_tokens=False).ids)
     assert _control_in(tokenizer, ids) == own
     assert len(own) == (1 if normalizer == "spaces" else 5)  # there a control token is one at the start only

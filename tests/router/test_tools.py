@@ -6,6 +6,7 @@ from typing import Any
 import grpc
 import openai
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from headrace_proto.inference_pb2 import ChatMessage, ChatMessages, GenerateOptions, GenerateRequest, Tool, ToolCall
 from headrace_proto.inference_pb2_grpc import InferenceStub
@@ -112,6 +113,45 @@ def test_a_template_without_tools_gets_a_text_about_them(harness: Any, make_repl
     assert prompt.startswith("<|im_start|>system\nBe kind.\n\nYou can use tools.")
     assert "<|im_start|>user\n<tool_response>\nsunny\n</tool_response><|im_end|>" in prompt
     assert '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call><|im_end|>' in prompt
+
+
+def _as_transformers(replica: Any, tools: Any) -> str:
+    """The prompt of MESSAGES by transformers."""
+    named = {"default": replica.chat_template} if replica.chat_template else {}
+    theirs = PreTrainedTokenizerFast(tokenizer_object=replica.tokenizer)
+    theirs.chat_template = named | replica.named_templates
+    text: str = theirs.apply_chat_template(MESSAGES, tools=tools, tokenize=False, add_generation_prompt=True)
+    return text
+
+
+def test_a_template_named_tool_use_is_that_of_chats_with_tools(harness: Any, make_replica: Any) -> None:
+    """And the way in which it writes calls is read, here that of Kimi K2: the default template shows none."""
+    begin, args, end = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+    named = {"tool_use": f"{TEMPLATE}{{# {args} #}}", "rag": "no"}
+    reply = f'{begin}functions.get_weather:0{args}{{"city": "Bern"}}{end}'
+    replica = _start(harness, make_replica, chat_template=PLAIN, named_templates=named, reply=reply)
+    choice = _post(harness)["choices"][0]
+    assert _prompt(replica) == _as_transformers(replica, [WEATHER, TIME]) and "<tools>" in _prompt(replica)
+    (call,) = choice["message"]["tool_calls"]
+    assert (choice["finish_reason"], call["function"]["name"]) == ("tool_calls", "get_weather")
+    assert call["id"].startswith("functions.get_weather:")
+    assert _post(harness, tools=None)["choices"][0]["message"]["content"] == reply
+    assert _prompt(replica) == _as_transformers(replica, None) and "<tools>" not in _prompt(replica)
+    _post(harness, tool_choice="required")
+    assert "tool_call_argument_begin" in replica.submits[-1].grammar
+
+
+def test_named_templates_without_a_default(harness: Any, make_replica: Any) -> None:
+    replica = _start(harness, make_replica, chat_template="", named_templates={"rag": "no", "tool_use": TEMPLATE})
+    assert _post(harness)["choices"][0]["finish_reason"] == "tool_calls"
+    assert _prompt(replica) == _as_transformers(replica, [WEATHER, TIME])
+    with harness.client() as client:
+        answer = client.post("/v1/chat/completions", json=_body(tools=None))
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "chat_template_error")
+    assert answer.json()["error"]["message"] == (
+        "This model has no default chat template, only 'rag', 'tool_use'. 'tool_use' is used for chats with 'tools'. "
+        "Use /v1/completions, or have its operator name a template by --chat-template."
+    )
 
 
 def test_which_tools_may_be_called(harness: Any, make_replica: Any) -> None:

@@ -16,7 +16,7 @@ from headrace_proto.replica_pb2 import (
     TokenLogprobs,
 )
 from headrace_router.answer.events import Args, CallStart, Event, Reasoning, Text
-from headrace_router.answer.parser import AnswerParser, call_id
+from headrace_router.answer.parser import AnswerParser, Syntax, call_id
 from headrace_router.core.errors import ApiError, DeadlineError, GenerationFailedError, InvalidRequestError
 from headrace_router.core.policy.interface import ChoiceRequest
 from headrace_router.text.model_card import ModelCard
@@ -101,7 +101,6 @@ class Choice:
     ) -> None:
         """parser: where the answer is more than text. calls_before: in the chat."""
         self.request = request
-        self._card = card
         self._parser = parser
         self._calls_before = calls_before
         self._calls = 0
@@ -109,8 +108,8 @@ class Choice:
         self.finish_reason: str | None = None
         self.failure: ApiError | None = None
         self.prompt_logprobs: list[TokenLogprobs] | None = None  # until the next update
-        self._text = card.tokens.stream(request.prompt_token_ids, card.syntax.chars if parser is not None else None)
-        self._stops = StopMatcher(card.syntax.stops(stop) if parser is not None else stop)
+        self._text = card.tokens.stream(request.prompt_token_ids, parser.syntax.chars if parser is not None else None)
+        self._stops = StopMatcher(parser.syntax.stops(stop) if parser is not None else stop)
         self._one_by_one = bool(stop) or request.sampling.HasField("logprobs")
         self._min_tokens = request.sampling.min_tokens
         self._pending: deque[tuple[int, TokenLogprobs | None, int]] = deque()  # token, logprobs, where its text begins
@@ -193,7 +192,7 @@ class Choice:
 
     def _end(self, update: ChoiceUpdate, reason: str) -> None:
         if self._parser is not None:
-            self._add(update, self._parser.finish())
+            self._add(update, self._parser.syntax, self._parser.finish())
             if reason == STOP and self._parser.calls:
                 reason = TOOL_CALLS
         self.finish_reason = update.finish_reason = reason
@@ -205,9 +204,9 @@ class Choice:
         if self._parser is None:
             update.pieces.append(text)
         else:
-            self._add(update, self._parser.push(text))
+            self._add(update, self._parser.syntax, self._parser.push(text))
 
-    def _add(self, update: ChoiceUpdate, events: Sequence[Event]) -> None:
+    def _add(self, update: ChoiceUpdate, syntax: Syntax, events: Sequence[Event]) -> None:
         parsed = update.parsed = update.parsed or ParsedParts()
         for event in events:
             if isinstance(event, Text):
@@ -215,7 +214,7 @@ class Choice:
             elif isinstance(event, Reasoning):
                 parsed.reasoning.append(event.text)
             elif isinstance(event, CallStart):
-                ident = call_id(self._card.syntax, event.name, self._calls_before + self._calls)
+                ident = call_id(syntax, event.name, self._calls_before + self._calls)
                 parsed.calls[self._calls] = CallPart(self._calls, ident, event.name)
                 self._calls += 1
             else:

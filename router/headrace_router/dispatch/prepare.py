@@ -19,7 +19,7 @@ from headrace_router.core.replica_blocks import HashScheme
 from headrace_router.core.sampling_options import API_DEFAULTS
 from headrace_router.dispatch.prompt_hasher import Prompt, PromptHasher
 from headrace_router.dispatch.request import GenerationRequest
-from headrace_router.text.model_card import ModelCard
+from headrace_router.text.model_card import ChatForm, ModelCard
 from headrace_router.text.prompt_text import names, strings
 from headrace_router.text.tokenizer_pool import LARGE, TokenizerPool
 from headrace_router.validation.bodies import ChatBody, CompletionBody, RequestOptions
@@ -108,22 +108,23 @@ class Preparer:
             return hasher.prompt(token_ids), thinking
 
         prompt, thinking = await self._pool.run(encode, tenant.name, chars)
+        form = card.form(options)
         asked = body.max_completion_tokens or body.max_tokens
         request = self._request(body, card, [prompt], sampling, asked, None, tenant, label)
-        calls = used is not None and card.syntax.tools is not None
-        if calls or card.syntax.reasoning is not None:
+        calls = used is not None and form.syntax.tools is not None
+        if calls or form.syntax.reasoning is not None:
             request = replace(
                 request,
                 calls_before=sum(len(message.tool_calls or ()) for message in body.messages),
                 parser=functools.partial(
                     AnswerParser,
-                    card.syntax,
+                    form.syntax,
                     used.schemas if used is not None and calls else None,
                     thinking=thinking,
-                    one_call=used is not None and (used.one_call or not card.template.takes_several_calls),
+                    one_call=used is not None and (used.one_call or not form.template.takes_several_calls),
                 ),
             )
-        return request, _grammar(card, used, constraint, thinking)
+        return request, _grammar(form, used, constraint, thinking)
 
     async def _completion(self, body: CompletionBody, tenant: Tenant, label: str) -> GenerationRequest:
         if body.best_of is not None and body.best_of != (body.n or 1):
@@ -298,19 +299,19 @@ class Preparer:
             )
 
 
-def _grammar(card: ModelCard, used: ToolUse | None, constraint: str, thinking: bool) -> str:
+def _grammar(form: ChatForm, used: ToolUse | None, constraint: str, thinking: bool) -> str:
     """Of the whole answer; empty where it may be anything. Raises InvalidRequestError."""
     try:
         return whole_grammar(
-            card.syntax,
+            form.syntax,
             used.offered if used is not None else (),
             constraint=constraint,
             required=used is not None and used.required,
-            one_call=used is not None and (used.one_call or not card.template.takes_several_calls),
+            one_call=used is not None and (used.one_call or not form.template.takes_several_calls),
             thinking=thinking,
         )
     except UnforceableCallsError:
-        if card.syntax.tools is None:
+        if form.syntax.tools is None:
             raise UnsupportedError(
                 "How this model writes calls of tools is not known: its operator can name it by --tool-parser.",
                 param="tools",

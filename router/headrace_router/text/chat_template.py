@@ -17,6 +17,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from headrace_router.core.errors import InvalidRequestError
 from headrace_router.text.tool_prompt import with_tools
 
+TOOL_USE = "tool_use"  # the name of the template that transformers takes for chats with tools
+
 
 class ChatTemplateError(InvalidRequestError, code="chat_template_error"):
     """The model has no usable chat template, or the template rejects these messages."""
@@ -25,16 +27,15 @@ class ChatTemplateError(InvalidRequestError, code="chat_template_error"):
 class ChatTemplate:
     """A compiled template. Its source comes from the model or its operator, never from a request."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+    def __init__(self, source: str, special_tokens: Mapping[str, str], named: Sequence[str] = ()) -> None:
+        """source: Jinja; empty where the model has no default template. named: its other templates."""
         self._special_tokens = dict(special_tokens)
         self.source = source
         self.knows_tools = False
         self._template: jinja2.Template | None = None
         self._problem = ""
         if not source:
-            self._problem = (
-                "This model has no chat template: use /v1/completions with a prompt in the model's own format."
-            )
+            self._problem = _without_default(named)
             return
         try:
             self._template = _environment().from_string(source)
@@ -126,6 +127,17 @@ class ChatTemplate:
         except Exception:  # of templates, filters and operators
             return False
         return True
+
+
+def _without_default(named: Sequence[str]) -> str:
+    """What a client can do where a model has these templates only."""
+    if not named:
+        return "This model has no chat template: use /v1/completions with a prompt in the model's own format."
+    tools = f" {TOOL_USE!r} is used for chats with 'tools'." if TOOL_USE in named else ""
+    return (
+        f"This model has no default chat template, only {', '.join(map(repr, named))}.{tools} Use /v1/completions, or "
+        "have its operator name a template by --chat-template."
+    )
 
 
 # Arguments as JSON text, which some templates want; ids of nine letters and digits, as Mistral's templates want.

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
@@ -11,9 +12,9 @@ from headrace_proto.errors import HeadraceError
 from headrace_proto.replica_pb2 import ModelFacts
 from headrace_proto.rust_panic import panics_as_errors
 from headrace_router.answer.grammar import GrammarCheck
-from headrace_router.answer.parser import syntax_of
+from headrace_router.answer.parser import Syntax, syntax_of
 from headrace_router.core.sampling_options import default_options
-from headrace_router.text.chat_template import ChatTemplate
+from headrace_router.text.chat_template import TOOL_USE, ChatTemplate
 from headrace_router.text.control_tokens import ControlTokens
 from headrace_router.text.detokenize import TokenTable
 from headrace_router.text.prompt_text import RenderedChat
@@ -42,6 +43,14 @@ class LoadedTokenizer:
         self.tokens = TokenTable(self.tokenizer, isinstance(decoder, dict) and decoder.get("type") == "ByteLevel")
 
 
+@dataclass(frozen=True, slots=True)
+class ChatForm:
+    """One of a model's chat templates, and how the model writes its answers to such chats."""
+
+    template: ChatTemplate
+    syntax: Syntax
+
+
 class ModelCard:
     """One revision of one model. Immutable; safe to use from the tokenizer threads."""
 
@@ -56,19 +65,13 @@ class ModelCard:
         self.tokens = loaded.tokens
         self._tokenizer = loaded.tokenizer
         self.grammars = GrammarCheck(loaded.tokenizer.to_str, self.vocab_size, sorted(self.eos_token_ids))
-        self.template = ChatTemplate(facts.chat_template, facts.special_tokens)
-        added = loaded.tokenizer.get_added_tokens_decoder()
-        self.syntax = syntax_of(
-            facts.chat_template,
-            facts.tool_parser,
-            facts.reasoning_parser,
-            {token.content: token_id for token_id, token in added.items()},
-            {token_id for token_id, token in added.items() if token.special},
-            knows_tools=self.template.knows_tools,
-        )
+        self._form = _form(facts.chat_template, facts, loaded.tokenizer)
+        named = facts.named_templates
+        self._form_with_tools = _form(named[TOOL_USE], facts, loaded.tokenizer) if TOOL_USE in named else self._form
         try:
             with panics_as_errors():
-                control = ControlTokens(loaded.tokenizer, facts.chat_template, loaded.unknown)
+                sources = {self._form.template.source, self._form_with_tools.template.source}
+                control = ControlTokens(loaded.tokenizer, "\n".join(sources), loaded.unknown)
                 bos = facts.bos_token_id if facts.add_bos and facts.HasField("bos_token_id") else None
                 self.encoder = TextEncoder(loaded.tokenizer, control, bos)
         except Exception as error:  # as above: a tokenizer may be valid, and encode nothing
@@ -78,30 +81,50 @@ class ModelCard:
         """The token ids of `chat`."""
         return self.chat(messages, {})[0]
 
+    def form(self, options: Mapping[str, Any]) -> ChatForm:
+        """Of a chat with these options of the template: as transformers chooses it, by whether there are tools."""
+        return self._form if options.get("tools") is None else self._form_with_tools
+
     def chat(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> tuple[list[int], bool]:
         """Renders and tokenizes a chat up to the start of the assistant's answer. Slow: call off the event loop.
 
         options: of the template. Returns the token ids, and whether the answer begins inside of the reasoning.
         """
-        known = self.with_known_roles(messages)
-        rendered = RenderedChat(self.template, known, datetime.now(), options)
-        return self.encoder.encode_chat(rendered), self.syntax.begins_in_reasoning(rendered.text)
+        form = self.form(options)
+        known = _with_known_roles(messages, form.template)
+        rendered = RenderedChat(form.template, known, datetime.now(), options)
+        return self.encoder.encode_chat(rendered), form.syntax.begins_in_reasoning(rendered.text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of token ids without special tokens. Slow for long lists: call off the event loop."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
-    def with_known_roles(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """As the template knows them: developer is system where it has no such role, and reasoning has its name."""
-        keeps, thinking = "developer" in self.template.source, ".thinking" in self.template.source
-        found = []
-        for message in messages:
-            known = {**message, "role": "system" if message["role"] == "developer" and not keeps else message["role"]}
-            # gpt-oss refuses a call's message with both.
-            if thinking and "reasoning_content" in known and not (known["content"] and known.get("tool_calls")):
-                known["thinking"] = known["reasoning_content"]
-            found.append(known)
-        return found
+
+def _form(source: str, facts: ModelFacts, tokenizer: Tokenizer) -> ChatForm:
+    template = ChatTemplate(source, facts.special_tokens, sorted(facts.named_templates))
+    added = tokenizer.get_added_tokens_decoder()
+    syntax = syntax_of(
+        source,
+        facts.tool_parser,
+        facts.reasoning_parser,
+        {token.content: token_id for token_id, token in added.items()},
+        {token_id for token_id, token in added.items() if token.special},
+        knows_tools=template.knows_tools,
+    )
+    return ChatForm(template, syntax)
+
+
+def _with_known_roles(messages: Sequence[Mapping[str, Any]], template: ChatTemplate) -> list[dict[str, Any]]:
+    """As the template knows them: developer is system where it has no such role, and reasoning has its name."""
+    keeps, thinking = "developer" in template.source, ".thinking" in template.source
+    found = []
+    for message in messages:
+        known = {**message, "role": "system" if message["role"] == "developer" and not keeps else message["role"]}
+        # gpt-oss refuses a call's message with both.
+        if thinking and "reasoning_content" in known and not (known["content"] and known.get("tool_calls")):
+            known["thinking"] = known["reasoning_content"]
+        found.append(known)
+    return found
 
 
 def _unknown_token(spec: dict[str, Any]) -> str | None:

@@ -62,6 +62,7 @@ class FakeReplica(ReplicaServicer):
     replies: tuple[str, ...] = ()  # of the first submits, instead of `reply`
     max_model_len: int = 256
     chat_template: str = TEMPLATE
+    named_templates: dict[str, str] = field(default_factory=dict)
     token_seconds: float = 0.0
     tokens_per_delta: int = 1
     first_seconds: float = 0.0
@@ -112,6 +113,7 @@ class FakeReplica(ReplicaServicer):
             vocab_size=self.tokenizer.get_vocab_size(),
             eos_token_ids=[EOS],
             chat_template=self.chat_template,
+            named_templates=self.named_templates,
             special_tokens={"eos_token": "<|im_end|>"},
             tokenizer_digest=blake3(self.tokenizer.to_str().encode()).digest(),
             kv_blocks=100,
