@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -86,7 +87,7 @@ def test_members_come_from_the_controller_and_stay_while_it_is_unreachable(
 
         harness.call(controller.publish(members(5)))
         eventually(lambda: client.get("/health").status_code == 200)
-        assert client.post("/v1/completions", json={**BODY, "model": "small"}).json()["model"] == "tiny"
+        assert client.post("/v1/completions", json={**BODY, "model": "small"}).status_code == 200
         listed = client.get("/v1/models").json()
         assert [(entry["id"], entry["created"], entry["max_model_len"]) for entry in listed["data"]] == [
             ("tiny", 1234, 256),
@@ -139,6 +140,32 @@ def test_a_model_without_replicas_answers_503_for_itself_alone(
         assert drained.status_code == 503 and drained.json()["error"]["code"] == "model_drained"
         assert "drained by the operator" in drained.text and "moment" not in drained.text
         assert "retry-after" not in drained.headers
+
+
+@pytest.mark.parametrize("name", ["tiny", "org/Small-1:latest"])
+def test_an_answer_names_the_model_as_its_request_does(
+    harness: Any, make_replica: Any, eventually: Any, name: str
+) -> None:
+    """Clients look the name of an answer up. The labels of metrics are models, so that their number is bounded."""
+    replica = make_replica()
+    harness.start([replica])
+    chat = {"model": name, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
+
+    async def update() -> None:
+        models = [ModelEntry(name="tiny", aliases=["org/Small-1:latest"])]
+        member = Member(identity=replica.facts().identity, address=replica.address, state=REPLICA_STATE_READY)
+        harness.router.services.fleet.update(MemberList(members=[member], models=models))
+
+    harness.call(update())
+    with harness.client() as client:
+        eventually(lambda: client.get("/health/ready").status_code == 200)
+        for path, body in (("/v1/chat/completions", chat), ("/v1/completions", {**BODY, "model": name})):
+            assert client.post(path, json=body).raise_for_status().json()["model"] == name
+            streamed = client.post(path, json=body | {"stream": True, "stream_options": {"include_usage": True}})
+            events = [line.removeprefix("data: ") for line in streamed.text.splitlines() if line.startswith("data: {")]
+            assert {json.loads(event)["model"] for event in events} == {name}
+            assert json.loads(events[-1])["usage"]
+        assert set(re.findall(r'model_name="(.*?)"', client.get("/metrics").text)) == {"tiny"}
 
 
 def _metric(text: str, name: str) -> dict[str, float]:

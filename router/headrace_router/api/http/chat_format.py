@@ -26,7 +26,7 @@ class ChatFormat:
         card = running.request.card
         self._reasoning_field = reasoning_field if body.include_reasoning is not False else ""
         self._choices = len(running.choices)
-        self._common = {"id": f"chatcmpl-{ident}", "created": created, "model": card.model}
+        self._common = {"id": f"chatcmpl-{ident}", "created": created, "model": body.model}
         self._tokens = TokenFormat(card)
         self._logprobs = bool(body.logprobs)
         self._prompt_logprobs = body.prompt_logprobs

@@ -15,7 +15,7 @@ class CompletionFormat:
 
     def __init__(self, body: CompletionBody, running: RunningRequest, ident: str, created: int) -> None:
         card = running.request.card
-        self._head = {"id": f"cmpl-{ident}", "object": "text_completion", "created": created, "model": card.model}
+        self._head = {"id": f"cmpl-{ident}", "object": "text_completion", "created": created, "model": body.model}
         self._tokens = TokenFormat(card)
         self._logprobs = body.logprobs
         self._prompt_logprobs = body.prompt_logprobs
