@@ -1,5 +1,6 @@
 """The configuration of one router process. The cluster package builds it from the spec."""
 
+import signal
 import socket
 from pathlib import Path
 from secrets import token_hex
@@ -15,6 +16,9 @@ from headrace_router.access.tls_config import TlsConfig
 from headrace_router.core.limits import Limits
 from headrace_router.core.policy import PolicyName
 from headrace_router.core.policy.interface import Mode
+
+# To a router process: requests in flight end now, with an error. One signal: two of them may arrive in either order.
+END_REQUESTS = signal.SIGUSR1
 
 
 class StaticMember(BaseModel):

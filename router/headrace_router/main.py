@@ -9,7 +9,7 @@ import structlog
 
 from headrace_proto.errors import HeadraceError
 from headrace_proto.logs import configure_logs
-from headrace_router.config import RouterConfig
+from headrace_router.config import END_REQUESTS, RouterConfig
 from headrace_router.event_loop import exempt_from_collection, new_event_loop
 from headrace_router.server import RouterServer
 
@@ -21,8 +21,8 @@ log = structlog.get_logger("headrace.router")
 def run(config: RouterConfig) -> int:
     """Runs one router until SIGTERM, SIGINT or SIGHUP. Returns the exit code: 0 stopped in order, 1 could not start.
 
-    Requests in flight get `shutdown_seconds`; one more SIGINT ends them at once. A repeated SIGTERM changes nothing:
-    a service manager and `headrace serve` may both send one. A failure is logged as one sentence.
+    Requests in flight get `shutdown_seconds`; END_REQUESTS, or one more SIGINT, ends them at once. A repeated SIGTERM
+    changes nothing: a service manager and `headrace serve` may both send one. A failure is logged as one sentence.
     """
     configure_logs(config.logs)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # `tokenize_threads` bounds the threads of tokenizing
@@ -62,11 +62,14 @@ async def _serve(config: RouterConfig) -> None:
         stopping.set()
         server.begin_stop()
 
-    def interrupt() -> None:
-        if stopping.is_set():
-            server.end_requests()
+    def end_requests() -> None:
+        server.end_requests()
         stop()
 
+    def interrupt() -> None:
+        (end_requests if stopping.is_set() else stop)()
+
+    loop.add_signal_handler(END_REQUESTS, end_requests)
     loop.add_signal_handler(signal.SIGTERM, stop)
     loop.add_signal_handler(signal.SIGINT, interrupt)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup

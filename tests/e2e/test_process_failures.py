@@ -6,10 +6,14 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
+import grpc
 import httpx
 import pytest
 
+from headrace_proto.inference_pb2 import GenerateOptions, GenerateRequest
+from headrace_proto.inference_pb2_grpc import InferenceStub
 from support.e2e.headrace_process import SMALL, Serve
 from support.e2e.streams import Outcome, run_streams
 
@@ -167,10 +171,32 @@ def test_a_signal_during_a_start(
 def test_a_lost_raylet_ends_the_server_with_a_sentence(
     start: Callable[..., Serve], eventually: Callable[..., None]
 ) -> None:
-    """Every replica ends with it, and a call of Ray would wait for a minute."""
+    """Every replica ends with it, and a call of Ray would wait for a minute. No connection of a client is cut."""
     serve = start(*LEAN).await_ready()
     (found,) = [entry for entry in serve.processes.values() if entry.name() == "raylet"]
-    found.kill()
-    assert serve.process.wait(15) == 1
+    long = BODY | {"max_tokens": 1500}
+    request = GenerateRequest(model="smollm2", prompt="x", options=GenerateOptions(max_tokens=1500, ignore_eos=True))
+
+    def whole() -> tuple[int, str]:
+        answer = httpx.post(f"{serve.url}/v1/completions", json=long, timeout=60, trust_env=False)
+        return answer.status_code, answer.json()["error"]["code"]
+
+    def call() -> grpc.StatusCode:
+        with grpc.insecure_channel(serve.grpc) as channel, pytest.raises(grpc.RpcError) as caught:
+            list(InferenceStub(channel).Generate(request))
+        code: grpc.StatusCode = caught.value.code()
+        return code
+
+    with ThreadPoolExecutor() as pool:
+        streamed = pool.submit(run_streams, serve.url, [long] * 2)
+        answered, called = pool.submit(whole), pool.submit(call)
+        metrics = f"{serve.url}/metrics"
+        eventually(lambda: "headrace_requests_in_flight 4.0" in httpx.get(metrics, trust_env=False).text, 20)
+        found.kill()
+        assert serve.process.wait(15) == 1
+        errors = {outcome.error for outcome in streamed.result(5)}
+        assert errors == {"The server is shutting down; send the request again."}
+        assert answered.result(5) == (503, "shutting_down")
+        assert called.result(5) is grpc.StatusCode.UNAVAILABLE
     assert "Ray's raylet ended" in serve.stderr_text and "logs: " in serve.stderr_text
     eventually(lambda: not serve.remaining(), 10, "that no process remains")

@@ -18,6 +18,7 @@ import pytest
 
 from headrace_proto.inference_pb2 import GenerateRequest
 from headrace_proto.inference_pb2_grpc import InferenceStub
+from headrace_router.config import END_REQUESTS
 from support.members import secret_file
 
 BODY = {"model": "tiny", "prompt": "x", "max_tokens": 200}
@@ -205,21 +206,35 @@ def child(harness: Any, make_replica: Any, eventually: Any) -> Iterator[tuple[st
         process.wait()
 
 
-@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGHUP])
-def test_signals_of_the_process(
-    child: tuple[str, "subprocess.Popen[bytes]"], eventually: Any, first: signal.Signals
-) -> None:
-    """The first may be repeated, as by a service manager that signals every process; SIGINT then ends it at once."""
-    url, process = child
-    lines: list[str] = []
+@pytest.fixture
+def stream_end(child: tuple[str, "subprocess.Popen[bytes]"], eventually: Any) -> Iterator[Callable[[], Any]]:
+    """Of a stream that has begun: waits for its end, and returns its last event."""
+    url, lines = f"{child[0]}/v1/completions", list[str]()
 
     def read() -> None:
-        with httpx.stream("POST", f"{url}/v1/completions", json=BODY | {"stream": True}, trust_env=False) as answer:
+        with httpx.stream("POST", url, json=BODY | {"stream": True}, trust_env=False) as answer:
             lines.extend(line for line in answer.iter_lines() if line)
 
     running = threading.Thread(target=read)
     running.start()
     eventually(lambda: bool(lines), 10)
+
+    def last() -> Any:
+        running.join(5)
+        return json.loads(lines[-1].removeprefix("data: "))
+
+    yield last
+
+
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGHUP])
+def test_signals_of_the_process(
+    child: tuple[str, "subprocess.Popen[bytes]"],
+    stream_end: Callable[[], Any],
+    eventually: Any,
+    first: signal.Signals,
+) -> None:
+    """The first may be repeated, as by a service manager that signals every process; SIGINT then ends it at once."""
+    url, process = child
     for _ in range(2):
         process.send_signal(first)
         eventually(lambda: httpx.get(f"{url}/health/ready", trust_env=False).status_code == 503)
@@ -227,5 +242,16 @@ def test_signals_of_the_process(
     process.send_signal(signal.SIGINT)
     _, shown = process.communicate(timeout=10)
     assert process.returncode == 0 and b"Traceback" not in shown, shown
-    running.join(5)
-    assert json.loads(lines[-1].removeprefix("data: "))["error"]["code"] == "shutting_down"
+    assert stream_end()["error"]["code"] == "shutting_down"
+
+
+def test_requests_end_at_once_whichever_signal_arrives_first(
+    child: tuple[str, "subprocess.Popen[bytes]"], stream_end: Callable[[], Any]
+) -> None:
+    """As `serve` ends its routers without Ray: signals that wait for a busy process have no order among its threads."""
+    process = child[1]
+    for number in (signal.SIGSTOP, signal.SIGTERM, END_REQUESTS, signal.SIGCONT):
+        process.send_signal(number)
+    _, shown = process.communicate(timeout=10)
+    assert process.returncode == 0 and b"Traceback" not in shown, shown
+    assert stream_end()["error"]["code"] == "shutting_down"

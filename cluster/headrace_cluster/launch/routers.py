@@ -25,7 +25,7 @@ from headrace_cluster.spec.process_specs import RoutersSpec
 from headrace_proto.address import host_port, port_of, split_address
 from headrace_proto.logs import LogConfig
 from headrace_router.api.port_reservation import PortReservation
-from headrace_router.config import RouterConfig
+from headrace_router.config import END_REQUESTS, RouterConfig
 
 
 def router_config(
@@ -73,8 +73,7 @@ def _part(spec: ClusterSpec, index: int) -> str:
 
 
 POLL_SECONDS = 0.02  # while routers end
-ABORT_SECONDS = 1.0
-MARGIN_SECONDS = 3.0  # added to their own limit: for clients to read the last event, and for a busy machine
+MARGIN_SECONDS = 3.0  # beside their own limit: for clients to read the last event, and for a busy machine
 
 
 class RouterGroup:
@@ -153,7 +152,7 @@ class RouterGroup:
         deadline = time.monotonic() + self._routers.stop_seconds + MARGIN_SECONDS
         while self._running and time.monotonic() < deadline:
             if abort():
-                self.abort_requests(ABORT_SECONDS)
+                self.abort_requests(MARGIN_SECONDS)
                 break
             time.sleep(POLL_SECONDS)
         for child in self._children:
@@ -162,8 +161,7 @@ class RouterGroup:
 
     def abort_requests(self, seconds: float) -> None:
         """Has the routers end requests in flight with an error; waits up to `seconds`. May be called in any thread."""
-        self._signal(signal.SIGTERM)  # SIGINT alone has the same effect, and shows a traceback during the imports
-        self._signal(signal.SIGINT)
+        self._signal(END_REQUESTS)
         deadline = time.monotonic() + seconds
         while self._running and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
