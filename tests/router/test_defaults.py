@@ -118,6 +118,44 @@ def test_the_default_length_is_bounded_by_context_and_limits(harness: Any, make_
         assert _sent(harness)["max_tokens"] == 75  # what the limit leaves to each of four choices
 
 
+@pytest.mark.parametrize("asked", [65_535, 256, 250])
+def test_an_answer_is_bounded_by_what_the_context_has_left(
+    harness: Any, make_replica: Callable[..., Any], asked: int
+) -> None:
+    """Agents send more than many contexts have. The limit of the work counts what can be made."""
+    harness.start([make_replica(reply="word " * 400)], limits=Limits(output_tokens=1000))
+    with harness.client() as client:
+        for path, body, field in (
+            ("/v1/chat/completions", CHAT, "max_tokens"),
+            ("/v1/chat/completions", CHAT, "max_completion_tokens"),
+            ("/v1/completions", {**TEXT, "prompt": [[5] * 10]}, "max_tokens"),
+            ("/v1/completions", {**TEXT, "prompt": [[5] * 10, [6] * 200]}, "max_tokens"),
+        ):
+            answer = client.post(path, json=body | {field: asked, "n": 2}).raise_for_status().json()
+            assert {choice["finish_reason"] for choice in answer["choices"]} == {"length"}, path
+            submits = harness.replicas[0].submits[-len(answer["choices"]) :]
+            assert [one.sampling.max_tokens + len(one.prompt_token_ids) for one in submits] == [256] * len(submits)
+        refused = client.post("/v1/completions", json={**TEXT, "prompt": [5] * 10, "max_tokens": asked, "n": 5})
+        assert refused.json()["error"]["message"].startswith("5 choices x 246 tokens exceed"), refused.text
+        assert client.post("/v1/completions", json={**TEXT, "prompt": [5] * 255, "max_tokens": asked}).is_success
+        full = client.post("/v1/completions", json={**TEXT, "prompt": [5] * 256, "max_tokens": asked})
+        assert (full.status_code, full.json()["error"]["code"]) == (400, "context_length_exceeded")
+        least = client.post("/v1/completions", json={**TEXT, "prompt": [5] * 250, "max_tokens": asked, "min_tokens": 7})
+        assert least.status_code == 400 and "(6)." in least.json()["error"]["message"]
+
+
+def test_the_same_bound_over_grpc(harness: Any, make_replica: Callable[..., Any]) -> None:
+    harness.start([make_replica(reply="word " * 400)])
+
+    async def reasons() -> list[str]:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{harness.router.grpc_port}") as channel:
+            options = GenerateOptions(max_tokens=65_535, n=2)
+            events = InferenceStub(channel).Generate(GenerateRequest(model="tiny", prompt="hi", options=options))
+            return [event.finish_reason async for event in events if event.finish_reason]
+
+    assert harness.call(reasons()) == ["length"] * 2
+
+
 def test_min_tokens_above_the_default_names_the_remedy(served: Any) -> None:
     with served.client() as client:
         refused = client.post("/v1/chat/completions", json=CHAT | {"min_tokens": 30})

@@ -51,7 +51,7 @@ class InvalidRequestError(ApiError, status=400, kind="invalid_request_error", co
 
 
 class ContextLengthError(InvalidRequestError, code="context_length_exceeded"):
-    """Prompt, or prompt and output together, do not fit the model's context."""
+    """The prompt leaves no token of the model's context, or of the server's limit, for an answer."""
 
 
 class UnsupportedError(InvalidRequestError, code="unsupported_parameter"):

@@ -168,39 +168,38 @@ class Preparer:
         limits = self._limits
         count = (body.n or 1) * len(prompts)
         _at_most(count, limits.choices, "n", "choices (n x prompts)")
-        longest = max(len(prompt.token_ids) for prompt in prompts)
-        if not all(prompt.token_ids for prompt in prompts):
+        left = [card.max_model_len - len(prompt.token_ids) for prompt in prompts]  # of the context, for each answer
+        if max(left) == card.max_model_len:
             raise InvalidRequestError("The prompt is empty: it needs at least one token.", param="prompt")
-        self._check_length(longest, asked, card, "messages" if isinstance(body, ChatBody) else "prompt")
+        self._check_length(card, min(left), "messages" if isinstance(body, ChatBody) else "prompt")
         if sampling.HasField("prompt_logprobs"):
             tokens = sum(len(prompt.token_ids) for prompt in prompts) * (body.n or 1)
             entries = tokens * (1 + sampling.prompt_logprobs)
             _at_most(
                 entries, limits.logprob_entries, "prompt", "log-probabilities to report (n x tokens x (1 + logprobs))"
             )
-        available = card.max_model_len - longest
-        default = int(card.defaults.get("max_tokens", api_default or available))
-        max_tokens = asked or min(available, default)
+        default = int(card.defaults.get("max_tokens", api_default or card.max_model_len))
+        longest = min(asked or default, max(left))  # answer
         allowed = self._allowed_tokens(count, sampling)
-        if max_tokens > allowed:
+        if longest > allowed:
             if asked is not None:
                 with_logprobs = " with logprobs" if sampling.HasField("logprobs") else ""
                 raise InvalidRequestError(
-                    f"{counted(count, 'choice')} x {counted(asked, 'token')}{with_logprobs} exceed this server's limit "
-                    f"of {counted(allowed, 'token')} for each choice.",
+                    f"{counted(count, 'choice')} x {counted(longest, 'token')}{with_logprobs} exceed this server's "
+                    f"limit of {counted(allowed, 'token')} for each choice.",
                     param="max_tokens",
                 )
-            max_tokens = max(1, allowed)
-        if sampling.min_tokens > max_tokens:
-            hint = "" if asked is not None or max_tokens < default else "; send 'max_tokens' to allow more"
+            longest = max(1, allowed)
+        if sampling.min_tokens > (shortest := min(longest, *left)):
+            hint = "" if asked is not None or shortest < default else "; send 'max_tokens' to allow more"
             raise InvalidRequestError(
-                f"'min_tokens' ({sampling.min_tokens}) exceeds the most tokens this request can have "
-                f"({max_tokens}){hint}.",
+                f"'min_tokens' ({sampling.min_tokens}) exceeds the most tokens that this request can have "
+                f"({shortest}){hint}.",
                 param="min_tokens",
             )
-        sampling.max_tokens = max_tokens
         choices: list[ChoiceRequest] = []
-        for prompt in prompts:
+        for prompt, most in zip(prompts, left, strict=True):
+            sampling.max_tokens = min(longest, most)
             # Each prompt gets its own seed: otherwise equal prompts would get equal answers.
             seed = secrets.randbits(64) if body.seed is None else body.seed % UINT64
             for copy in range(body.n or 1):
@@ -248,24 +247,20 @@ class Preparer:
             return allowed
         return min(allowed, self._limits.logprob_entries // (choices * (1 + sampling.logprobs)))
 
-    def _check_length(self, prompt_tokens: int, asked: int | None, card: ModelCard, param: str) -> None:
+    def _check_length(self, card: ModelCard, left: int, param: str) -> None:
+        """left: tokens of the context after the longest prompt."""
         limit = card.max_model_len
+        prompt_tokens = limit - left
         if self._limits.prompt_tokens is not None and prompt_tokens > self._limits.prompt_tokens:
             raise ContextLengthError(
                 f"The prompt has {counted(prompt_tokens, 'token')}; this server accepts {self._limits.prompt_tokens}.",
                 param=param,
             )
-        if prompt_tokens >= limit:
+        if left < 1:
             raise ContextLengthError(
                 f"This model's maximum context length is {limit} tokens, and the answer needs at least one of them; "
                 f"the prompt has {counted(prompt_tokens, 'token')}. Shorten it.",
                 param=param,
-            )
-        if asked is not None and prompt_tokens + asked > limit:
-            raise ContextLengthError(
-                f"This model's maximum context length is {limit} tokens; the request asks for {prompt_tokens + asked} "
-                f"({prompt_tokens} in the prompt, {asked} for the answer). Shorten the prompt or ask for less.",
-                param="max_tokens",
             )
 
     def _check_chars(self, count: int, param: str) -> None:
