@@ -1,5 +1,6 @@
 """The configuration of one router process. The cluster package builds it from the spec."""
 
+import re
 import signal
 import socket
 from pathlib import Path
@@ -50,6 +51,22 @@ def _header_name(name: Any) -> Any:
     return name.lower() if isinstance(name, str) else name
 
 
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s,*?#]*")
+
+
+def _origins(given: Any) -> Any:
+    """A list as it is, or a text with commas; in lower case, as browsers send them. Raises ValueError."""
+    origins = given.split(",") if isinstance(given, str) else given
+    if not isinstance(origins, list | tuple) or not all(isinstance(origin, str) for origin in origins):
+        return given
+    found = tuple(name for origin in origins if (name := origin.strip().lower()))
+    if wrong := next((name for name in found if not _ORIGIN.fullmatch(name)), None):
+        raise ValueError(
+            f"{wrong[:80]!r} is no origin: write it like https://chat.example.com, without a path; * = all"
+        )
+    return found
+
+
 class RouterSettings(BaseModel):
     """The settings that routers receive as they are: the only declaration of each; the spec of routers inherits it."""
 
@@ -91,6 +108,17 @@ class RouterSettings(BaseModel):
         default="reasoning_content",
         description="the field of a chat's answer that has the model's reasoning",
         json_schema_extra=flag("--reasoning-field"),
+    )
+    allowed_origins: Annotated[
+        tuple[str, ...], BeforeValidator(_origins, json_schema_input_type=tuple[str, ...] | str)
+    ] = Field(
+        default=(),
+        description="pages of a browser that may call the HTTP API (CORS), such as https://chat.example.com; * = all",
+        json_schema_extra=flag(
+            "--allowed-origins",
+            values="ORIGINS",
+            help="pages of a browser that may call the HTTP API (CORS): https://chat.example.com,http://…; * = all",
+        ),
     )
     keep_alive_seconds: float = Field(
         default=15, gt=0, description="seconds without a token after which a comment is sent on a stream"

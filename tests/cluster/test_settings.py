@@ -41,6 +41,7 @@ _TEXTS = {  # settings with a notation of their own
     "model": "a/b",
     "served_model_name": "name",
     "session_header": "x-conversation",
+    "allowed_origins": "https://a.example.com,http://localhost:3000",
     "tool_parser": "hermes",
     "reasoning_parser": "think",
 }

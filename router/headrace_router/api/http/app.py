@@ -1,5 +1,7 @@
 """Builds the HTTP applications."""
 
+from collections.abc import Sequence
+
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -26,7 +28,9 @@ def build_app(services: Services) -> ASGIApp:
     )
     for add in ENDPOINTS:
         add(app, services)
-    return _wrapped(app, services, local_only=needs_local_host(services.config.host, services.config.auth))
+    config = services.config
+    local_only = needs_local_host(config.host, config.auth)
+    return _wrapped(app, services, local_only=local_only, origins=config.allowed_origins)
 
 
 def build_monitoring_app(services: Services) -> ASGIApp:
@@ -37,7 +41,14 @@ def build_monitoring_app(services: Services) -> ASGIApp:
     return _wrapped(app, services, metrics_need_key=not services.config.metrics_no_auth)
 
 
-def _wrapped(app: FastAPI, services: Services, *, metrics_need_key: bool = True, local_only: bool = False) -> ASGIApp:
+def _wrapped(
+    app: FastAPI,
+    services: Services,
+    *,
+    metrics_need_key: bool = True,
+    local_only: bool = False,
+    origins: Sequence[str] = (),
+) -> ASGIApp:
     async def api_error(_request: Request, error: Exception) -> Response:
         if not isinstance(error, ApiError):
             raise error
@@ -66,6 +77,7 @@ def _wrapped(app: FastAPI, services: Services, *, metrics_need_key: bool = True,
         lambda: services.admission.ending,
         metrics_need_key=metrics_need_key,
         local_only=local_only,
+        origins=origins,
     )
 
 

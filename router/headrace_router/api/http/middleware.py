@@ -1,10 +1,11 @@
-"""The outermost layer: request ids, API keys, and an OpenAI error object for every exception of the inner layers."""
+"""The outermost layers: request ids, origins of pages, API keys, and an OpenAI error object for every exception."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import structlog
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -17,6 +18,7 @@ from headrace_router.dispatch.router_metrics import RouterMetrics
 # /docs is a static page: the document that it renders is at /openapi.json, which needs a key.
 PUBLIC_PATHS = frozenset({b"/", b"/health", b"/health/accepting", b"/health/live", b"/health/ready", b"/docs"})
 METRICS = "/metrics"
+EXPOSED_HEADERS = ("retry-after", "x-request-id", "x-headrace-ignored-fields")  # that pages may read, too
 
 log = structlog.get_logger("headrace.router.http")
 
@@ -33,9 +35,10 @@ class RequestMiddleware:
         *,
         metrics_need_key: bool = True,
         local_only: bool = False,
+        origins: Sequence[str] = (),
     ) -> None:
         """ending: whether connections end after their next answer. `local_only`: requests whose Host header names
-        another machine are refused.
+        another machine are refused. origins: of pages that browsers let read answers and errors.
         """
         self._app = app
         self._auth = auth
@@ -43,22 +46,32 @@ class RequestMiddleware:
         self._ending = ending
         self._metrics_need_key = metrics_need_key
         self._local_only = local_only
+        self._within: ASGIApp = self._checked
+        if origins:  # it answers a browser's question before a request (OPTIONS), which has no key
+            self._within = CORSMiddleware(
+                self._checked,
+                allow_origins=origins,
+                allow_methods=("GET", "HEAD", "POST"),
+                allow_headers=("*",),
+                allow_private_network=True,
+                expose_headers=EXPOSED_HEADERS,
+            )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             if scope["type"] == "lifespan":
                 await self._app(scope, receive, send)
             return
-        headers: dict[bytes, bytes] = dict(scope["headers"])
-        label = request_id(headers.get(b"x-request-id", b"")).encode()
-        started = over_share = last = False
+        label = request_id(dict(scope["headers"]).get(b"x-request-id", b"")).encode()
+        last = False
 
         async def send_with_id(message: Message) -> None:
-            nonlocal started, last
+            nonlocal last
             if message["type"] == "http.response.start":
-                started = True
+                state["started"] = True
                 message["headers"] = [*message["headers"], (b"x-request-id", label)]
-                last = over_share or body_is_unread() or self._ending()  # the rest of the body is not read
+                # The rest of an unread body is not read.
+                last = state["over_share"] or body_is_unread() or self._ending()
                 if last:
                     message["headers"].append((b"connection", b"close"))
             await send(message)
@@ -67,20 +80,26 @@ class RequestMiddleware:
 
         state: dict[str, Any] = scope.setdefault("state", {})
         state["label"], state["arrived"] = label.decode(), time.monotonic()
+        state["started"] = state["over_share"] = False
         body_is_unread = state["body_is_unread"]  # from the connection (`protocol.py`)
+        await self._within(scope, receive, send_with_id)
+
+    async def _checked(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Checks host and key; sends what the application raises as an error."""
+        headers, state = dict(scope["headers"]), scope["state"]
         try:
             self._check_host(headers.get(b"host"))
             tenant = state["tenant"] = self._tenant(scope, headers)
             if tenant is not None:
-                over_share = not state["assign_connection"](None if self._auth.open else tenant.name)
-            await self._app(scope, receive, send_with_id)
+                state["over_share"] = not state["assign_connection"](None if self._auth.open else tenant.name)
+            await self._app(scope, receive, send)
         except ApiError as error:
-            if not started:
-                await send_error(error, send_with_id, self._metrics)
+            if not state["started"]:
+                await send_error(error, send, self._metrics)
         except Exception:
             log.exception("request failed", request=state["label"])
-            if not started:
-                await send_error(_internal(), send_with_id, self._metrics)
+            if not state["started"]:
+                await send_error(_internal(), send, self._metrics)
 
     def _check_host(self, host: bytes | None) -> None:
         if self._local_only and host is not None and not is_local_authority(host):
