@@ -1,6 +1,7 @@
 """The chat templates of many models: prompts as transformers renders them, and a client's text that stays text."""
 
 import copy
+import json
 import subprocess
 import sys
 import tarfile
@@ -93,6 +94,30 @@ def test_prompts_are_those_of_transformers(templates: dict[str, str]) -> None:
             assert template.render(messages, now, options) == expected, f"{name} {kind}"
     assert "meetkai-functionary-medium-v3.2" in adapted  # it takes arguments as text
     assert len(rejected) <= 20, rejected  # by the templates themselves: roles in another order, no tools
+
+
+def test_a_call_that_was_cut_off_is_rendered(templates: dict[str, str]) -> None:
+    """As transformers renders arguments that are text; where a template fails on text, it is one argument."""
+    now, text, adapted = datetime.now(), '{"city": "Par', []
+    cut = {**CALL, "function": {"name": "get_weather", "arguments": text}}
+    for name, source in templates.items():
+        template, (messages, options) = ChatTemplate(source, SPECIAL), copy.deepcopy(CHATS["calls"])
+        try:
+            if "Paris" not in template.render(messages, now, options):
+                continue  # it shows no calls
+        except ChatTemplateError:
+            continue  # it takes none
+        messages[1]["tool_calls"] = [cut]
+        given = {"tools": None, "documents": None, "add_generation_prompt": True, **options, **SPECIAL}
+        rendered = template.render(messages, now, options)
+        assert any(form in rendered for form in (text, json.dumps(text)[1:-1])), name
+        try:
+            expected = render_jinja_template([copy.deepcopy(messages)], chat_template=source, **given)[0][0]
+        except Exception:
+            adapted.append(name)
+            continue
+        assert rendered == expected or not template.knows_tools, name
+    assert adapted, "where a template takes an object alone"
 
 
 def test_a_clients_control_tokens_are_found(templates: dict[str, str]) -> None:

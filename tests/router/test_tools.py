@@ -197,6 +197,54 @@ def test_a_call_that_is_cut_off_is_none(harness: Any, make_replica: Any) -> None
     assert choice["finish_reason"] == "length" and "tool_calls" not in choice["message"]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "rendered"),
+    [
+        ('{"text": "Once upon', r'"{\"text\": \"Once upon"'),
+        ("[1]", '"[1]"'),
+        ("<|im_end|>", '"<|im_end|>"'),
+        ("", "{}"),
+    ],
+)
+def test_a_call_that_was_cut_off_is_taken_back_as_text(
+    harness: Any, make_replica: Any, arguments: str, rendered: str
+) -> None:
+    """Agents store what a stream gave. transformers gives the text to the template, too."""
+    replica = _start(harness, make_replica)
+    call = {"id": "a", "type": "function", "function": {"name": "get_time", "arguments": arguments}}
+    messages = [
+        *MESSAGES,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": "It was cut off."},
+    ]
+    _post(harness, messages=messages)
+    assert f'<tool_call>{{"name": "get_time", "arguments": {rendered}}}</tool_call>' in _prompt(replica)
+    end = replica.tokenizer.token_to_id("<|im_end|>")
+    assert list(replica.submits[-1].prompt_token_ids).count(end) == 3
+
+
+@pytest.mark.parametrize(
+    ("template", "rendered"),
+    [
+        (PLAIN, '<tool_call>\n{"name": "get_time", "arguments": {"at": "12}\n</tool_call>'),
+        (TEMPLATE.replace("call.function | tojson", "call.function.arguments"), '<tool_call>{"at": "12</tool_call>'),
+        (
+            TEMPLATE.replace(
+                "{{ call.function | tojson }}",
+                "{% for name, value in call.function.arguments | items %}{{ value }}{% endfor %}",
+            ),
+            '<tool_call>{"at": "12</tool_call>',
+        ),
+    ],
+)
+def test_every_template_gets_such_a_call(harness: Any, make_replica: Any, template: str, rendered: str) -> None:
+    """Without tools of its own, with the text as it is, and with arguments that have names."""
+    replica = _start(harness, make_replica, chat_template=template)
+    call = {"id": "a", "type": "function", "function": {"name": "get_time", "arguments": '{"at": "12'}}
+    _post(harness, messages=[*MESSAGES, {"role": "assistant", "tool_calls": [call]}])
+    assert rendered in _prompt(replica)
+
+
 def test_the_same_over_grpc(harness: Any, make_replica: Any) -> None:
     replica = _start(harness, make_replica)
     tool = Tool(name="get_weather", description="The weather of a city.", parameters=json.dumps(SCHEMA))

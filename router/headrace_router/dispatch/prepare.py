@@ -78,7 +78,7 @@ class Preparer:
     async def _chat(self, body: ChatBody, tenant: Tenant, label: str, constraint: str) -> tuple[GenerationRequest, str]:
         """The request, and the grammar of its answers."""
         limits = self._limits
-        messages = [template_message(message, place) for place, message in enumerate(body.messages)]
+        messages = [template_message(message) for message in body.messages]
         used = tools_of(body)
         options = _template_options(body)
         if used is not None:

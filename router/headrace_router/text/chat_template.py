@@ -48,8 +48,8 @@ class ChatTemplate:
     ) -> str:
         """The prompt's text. Raises ChatTemplateError with the template's message.
 
-        messages: the arguments of calls are objects. now: the date that the template may write. options: `tools`,
-        `documents`, `add_generation_prompt` (true without it), and the template's own.
+        messages: the arguments of calls are objects, or text that is none. now: the date that the template may write.
+        options: `tools`, `documents`, `add_generation_prompt` (true without it), and the template's own.
         """
         if self._template is None:
             raise ChatTemplateError(self._problem, param="messages")
@@ -88,21 +88,34 @@ class ChatTemplate:
         return next((form for form in _FORMS if self._renders(calls=1, **form)), _FORMS[0])
 
     @cached_property
+    def _takes_text(self) -> bool:
+        """Whether it renders a call whose arguments are text that is no object."""
+        return self._renders(calls=1, no_object=True, **self._form)
+
+    @cached_property
     def _takes_system(self) -> bool:
         return self._succeeds([{"role": "system", "content": "a"}, {"role": "user", "content": "b"}], None)
 
     def _fitting(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         """A message of which calls and results are in the template's form."""
-        if message.get("tool_calls"):
-            return {**message, "tool_calls": [_call(call, **self._form) for call in message["tool_calls"]]}
+        if calls := message.get("tool_calls"):
+            return {**message, "tool_calls": [_call(self._with_object(call), **self._form) for call in calls]}
         if self._form["short_ids"] and message.get("tool_call_id"):
             return {**message, "tool_call_id": _short(message["tool_call_id"])}
         return message
 
-    def _renders(self, *, calls: int, as_text: bool, short_ids: bool) -> bool:
-        """Whether it renders a chat with so many calls."""
+    def _with_object(self, call: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A call whose arguments are no object, for a template that fails on text: the text is one argument."""
+        function = call["function"]
+        if not isinstance(function["arguments"], str) or self._takes_text:
+            return call
+        return {**call, "function": {**function, "arguments": {"arguments": function["arguments"]}}}
+
+    def _renders(self, *, calls: int, as_text: bool, short_ids: bool, no_object: bool = False) -> bool:
+        """Whether it renders a chat with so many calls. no_object: the arguments of these are text that is none."""
         idents = [f"call_{place}" for place in range(calls)]
-        listed = [{"id": ident, "type": "function", "function": {"name": "a", "arguments": {}}} for ident in idents]
+        function = {"name": "a", "arguments": "a" if no_object else {}}
+        listed = [{"id": ident, "type": "function", "function": function} for ident in idents]
         messages: list[Mapping[str, Any]] = [
             {"role": "user", "content": "a"},
             {
@@ -146,7 +159,7 @@ _FORMS = tuple({"as_text": as_text, "short_ids": short_ids} for short_ids in (Fa
 
 def _call(call: Mapping[str, Any], *, as_text: bool, short_ids: bool) -> Mapping[str, Any]:
     function = call["function"]
-    if as_text:
+    if as_text and not isinstance(function["arguments"], str):
         function = {**function, "arguments": _tojson(function["arguments"])}
     return {**call, "id": _short(call["id"]) if short_ids else call["id"], "function": function}
 

@@ -46,11 +46,12 @@ def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
     calls = message.get("tool_calls")
     if not calls:
         return dict(message)
-    written = [
-        f"<tool_call>\n{json.dumps(_named(call['function']), ensure_ascii=False)}\n</tool_call>" for call in calls
-    ]
+    written = [f"<tool_call>\n{_written(call['function'])}\n</tool_call>" for call in calls]
     return {"role": message["role"], "content": "\n".join([*([content] if content else []), *written])}
 
 
-def _named(function: Mapping[str, Any]) -> dict[str, Any]:
-    return {"name": function["name"], "arguments": function["arguments"]}
+def _written(function: Mapping[str, Any]) -> str:
+    """As the model wrote it: arguments that are no object, of a call that was cut off, are text as it is."""
+    name, arguments = json.dumps(function["name"], ensure_ascii=False), function["arguments"]
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return f'{{"name": {name}, "arguments": {text}}}'

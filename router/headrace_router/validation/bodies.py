@@ -152,7 +152,7 @@ class _Open(_Body):
 
 class CalledFunction(_Open):
     name: StrictStr = Field(min_length=1, max_length=256)
-    arguments: StrictStr = Field(description="a JSON object, as text")
+    arguments: StrictStr = Field(description="a JSON object, as text; what is none stays text")
 
 
 class ToolCall(_Open):

@@ -65,11 +65,8 @@ def tools_of(body: ChatBody) -> ToolUse | None:
     )
 
 
-def template_message(message: ChatMessage, place: int) -> dict[str, Any]:
-    """As templates see it: text parts are joined by newlines, and arguments of calls are objects.
-
-    place: of the message, for errors. Raises InvalidRequestError.
-    """
+def template_message(message: ChatMessage) -> dict[str, Any]:
+    """As templates see it: text parts are joined by newlines, and arguments of calls are objects where they can be."""
     found = message.model_dump(exclude_none=True, exclude={"reasoning", "tool_calls"})
     content = message.content or ""
     found["content"] = content if isinstance(content, str) else "\n".join(part.text for part in content)
@@ -77,22 +74,18 @@ def template_message(message: ChatMessage, place: int) -> dict[str, Any]:
         found["reasoning_content"] = message.reasoning
     if message.tool_calls:
         found["tool_calls"] = [
-            {
-                "id": call.id or "",
-                "type": "function",
-                "function": _function(call.function, f"messages[{place}].tool_calls[{number}]"),
-            }
-            for number, call in enumerate(message.tool_calls)
+            {"id": call.id or "", "type": "function", "function": _function(call.function)}
+            for call in message.tool_calls
         ]
     return found
 
 
-def _function(called: CalledFunction, path: str) -> dict[str, Any]:
+def _function(called: CalledFunction) -> dict[str, Any]:
+    """Arguments that are no object stay text: a call that was cut off, which a client has read from a stream."""
     try:
-        arguments = json.loads(called.arguments or "{}") or {}
+        arguments = json.loads(called.arguments or "null")
     except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        field = f"{path}.function.arguments"
-        raise InvalidRequestError(f"'{field}' is not valid: it must be the text of a JSON object.", param=field)
-    return {"name": called.name, "arguments": arguments}
+        arguments = called.arguments
+    if arguments is None:
+        arguments = {}
+    return {"name": called.name, "arguments": arguments if isinstance(arguments, dict) else called.arguments}
