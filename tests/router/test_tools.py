@@ -158,8 +158,12 @@ def test_which_tools_may_be_called(harness: Any, make_replica: Any) -> None:
     replica = _start(harness, make_replica)
     none = _post(harness, tool_choice="none")["choices"][0]
     assert none["finish_reason"] == "stop" and "tool_calls" not in none["message"]
-    assert "<tool_call>" in none["message"]["content"] and "<tools>" not in _prompt(replica)
-    assert not replica.submits[-1].grammar
+    assert "<tool_call>" in none["message"]["content"] and not replica.submits[-1].grammar
+    listed = _prompt(replica)
+    _post(harness, tool_choice="none", response_format={"type": "json_object"})
+    assert "<tool_call>" not in replica.submits[-1].grammar
+    _post(harness)
+    assert _prompt(replica) == listed and "<tools>" in listed, "an agent that ends with none keeps its cached prefix"
     one = _post(harness, parallel_tool_calls=False)["choices"][0]
     assert one["finish_reason"] == "tool_calls" and len(one["message"]["tool_calls"]) == 1
     _post(harness, tool_choice="required")

@@ -111,7 +111,7 @@ class Preparer:
         form = card.form(options)
         asked = body.max_completion_tokens or body.max_tokens
         request = self._request(body, card, [prompt], sampling, asked, None, tenant, label)
-        calls = used is not None and form.syntax.tools is not None
+        calls = used is not None and used.offered and form.syntax.tools is not None
         if calls or form.syntax.reasoning is not None:
             request = replace(
                 request,

@@ -28,7 +28,7 @@ class ToolUse:
 
 
 def tools_of(body: ChatBody) -> ToolUse | None:
-    """None where no tool may be called. Raises InvalidRequestError."""
+    """None without tools; with `tool_choice` none, none of them is offered. Raises InvalidRequestError."""
     tools, choice = body.tools or [], body.tool_choice
     names = [tool.function.name for tool in tools]
     if repeated := next((name for place, name in enumerate(names) if name in names[:place]), ""):
@@ -40,7 +40,7 @@ def tools_of(body: ChatBody) -> ToolUse | None:
         )
     if choice == "required" and not tools:
         raise InvalidRequestError("'tool_choice' is required, and there are no 'tools'.", param="tool_choice")
-    if not tools or choice == "none":
+    if not tools:
         return None
     functions = [tool.function for tool in tools]
     for place, function in enumerate(functions):
@@ -58,7 +58,7 @@ def tools_of(body: ChatBody) -> ToolUse | None:
         offered=tuple(
             OfferedTool(function.name, function.parameters or _NO_PARAMETERS, required or bool(function.strict))
             for function in functions
-            if not named or function.name == named
+            if choice != "none" and named in ("", function.name)
         ),
         required=required,
         one_call=body.parallel_tool_calls is False or bool(named),
