@@ -290,6 +290,17 @@ def test_a_grammar_accepts_what_the_parser_reads(name: str) -> None:
         assert accepts(text) and accepts(two) and not accepts(wrong)
 
 
+@pytest.mark.parametrize("name", [name for name, row in FAMILIES.items() if row.written])
+def test_a_tool_that_is_not_strict_is_called_with_any_object(name: str) -> None:
+    """Also by families that tag each value, and where the schema names no properties."""
+    row = FAMILIES[name]
+    tools = [OfferedTool("get_weather", {"anyOf": []}, False)]
+    compiler = grammar_tokenizer(TOKENIZER.to_str(), TOKENIZER.get_vocab_size(), [TOKENS["<eos>"]])
+    matcher = compile_grammar(compiler, whole_grammar(_syntax(row, None), tools, required=True, one_call=True))
+    ids = TOKENIZER.encode(_written(row, PLAIN[0]), add_special_tokens=False).ids
+    assert matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
 def test_grammars_of_answers_without_tools() -> None:
     think = _syntax(None, THOUGHTS["think"])
     compiler = grammar_tokenizer(TOKENIZER.to_str(), TOKENIZER.get_vocab_size(), [TOKENS["<eos>"]])

@@ -249,6 +249,67 @@ def test_every_template_gets_such_a_call(harness: Any, make_replica: Any, templa
     assert rendered in _prompt(replica)
 
 
+NOT_FOLLOWED: dict[str, dict[str, Any]] = {
+    "properties.a": {"type": "object", "properties": {"a": {"type": "string", "pattern": "^(?!x)y"}}},
+    "properties.n.properties.b": {
+        "type": "object",
+        "properties": {"n": {"type": "object", "properties": {"b": {"not": {"$ref": "#/$defs/t"}}}}},
+        "$defs": {"t": {"type": "string"}},
+    },
+    "properties.tags": {"type": "object", "properties": {"tags": {"type": "array", "uniqueItems": True}}},
+    "": {"type": "object", "oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
+}
+
+
+@pytest.mark.parametrize("choice", ["required", "named", "auto"])
+@pytest.mark.parametrize("path", NOT_FOLLOWED)
+def test_a_schema_that_cannot_be_followed(harness: Any, make_replica: Any, path: str, choice: str) -> None:
+    """One tool of an MCP server blocks no turn; a strict one is named."""
+    replica = _start(harness, make_replica)
+    odd: dict[str, Any] = {"name": "odd", "parameters": NOT_FOLLOWED[path]}
+    chosen = {"type": "function", "function": {"name": "odd"}} if choice == "named" else choice
+    tools = [WEATHER, {"type": "function", "function": odd}]
+    answer = _post(harness, tools=tools, tool_choice=chosen)
+    assert answer["choices"][0]["finish_reason"] == "tool_calls"
+    grammar = replica.submits[-1].grammar
+    assert ("odd" in grammar) is (choice != "auto") and ("city" in grammar) is (choice == "required")
+
+    tools[1] = {"type": "function", "function": odd | {"strict": True}}
+    with harness.client() as client:
+        refused = client.post("/v1/chat/completions", json=_body(tools=tools, tool_choice=chosen))
+    assert refused.status_code == 400
+    error, place = refused.json()["error"], ".".join(filter(None, ["tools[1].function.parameters", path]))
+    assert error["param"] == "tools[1].function.parameters"
+    assert error["message"].startswith(f"The tool 'odd' is strict, and '{place}' cannot be followed: "), error
+    assert " at " not in error["message"], "a place in a grammar of ours"
+
+
+def test_a_value_that_cannot_be_followed_in_a_family_that_tags_values(harness: Any, make_replica: Any) -> None:
+    replica = _start(harness, make_replica, chat_template=TEMPLATE + "{# <function= <parameter= #}")
+    odd: dict[str, Any] = {"name": "odd", "parameters": NOT_FOLLOWED["properties.tags"]}
+    _post(harness, tools=[WEATHER, {"type": "function", "function": odd}], tool_choice="required")
+    assert "<function=odd>" in json.loads(replica.submits[-1].grammar)["grammars"][0]["lark_grammar"]
+    tools = [WEATHER, {"type": "function", "function": odd | {"strict": True}}]
+    with harness.client() as client:
+        error = client.post("/v1/chat/completions", json=_body(tools=tools)).json()["error"]
+    place = "tools[1].function.parameters.properties.tags"
+    assert error["message"].startswith(f"The tool 'odd' is strict, and '{place}' cannot be followed: "), error
+
+
+def test_tools_that_together_are_too_much(harness: Any, make_replica: Any) -> None:
+    replica = make_replica(reply=ANSWER, chat_template=TEMPLATE, max_model_len=4096)
+    harness.start([replica], limits={"grammar_bytes": 900})
+    many: list[Any] = [
+        {"type": "function", "function": {**WEATHER["function"], "name": f"f{place}"}} for place in range(10)
+    ]
+    _post(harness, tools=many, tool_choice="required")
+    assert "f9" in replica.submits[-1].grammar and "city" not in replica.submits[-1].grammar
+    strict: list[Any] = [{"type": "function", "function": tool["function"] | {"strict": True}} for tool in many]
+    with harness.client() as client:
+        error = client.post("/v1/chat/completions", json=_body(tools=strict)).json()["error"]
+    assert error["param"] == "tools" and "bytes as a grammar; the limit is 3600" in error["message"]
+
+
 def test_the_same_over_grpc(harness: Any, make_replica: Any) -> None:
     replica = _start(harness, make_replica)
     tool = Tool(name="get_weather", description="The weather of a city.", parameters=json.dumps(SCHEMA))

@@ -4,7 +4,7 @@ In the syntax of llguidance: https://github.com/guidance-ai/llguidance/blob/main
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from headrace_router.answer.grammar import prepared_schema
 from headrace_router.answer.parser import Syntax
 
 _ANY_OBJECT = {"type": "object"}
+_BOUNDING = ("enum", "const", "pattern", "$ref")  # keywords of a string that is not any text
 
 
 class UnforceableCallsError(ValueError):
@@ -24,11 +25,21 @@ class UnforceableCallsError(ValueError):
 
 @dataclass(frozen=True)
 class OfferedTool:
-    """A tool, and whether the arguments of its calls must follow the schema."""
+    """A tool, and whether the arguments of its calls must follow the schema; else they are any object."""
 
     name: str
     schema: Mapping[str, Any]
     strict: bool
+
+
+def followed_schemas(syntax: Syntax, tool: OfferedTool) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What calls of a strict tool follow, by the path in its schema: all of it, or each value that has a tag."""
+    if syntax.tools is None or syntax.tools.form is not Form.TAGGED:
+        yield "", {"type": "object", **tool.schema}
+        return
+    for key, schema, is_text in _values(tool.schema):
+        if not is_text:
+            yield f".properties.{key}", schema
 
 
 def whole_grammar(
@@ -142,7 +153,7 @@ class _Rules:
             before = before.removeprefix(self._head)
         before = before.replace("{name}", tool.name)
         if row.form is Form.TAGGED:
-            arguments = self._tagged(place, tool.schema)
+            arguments = self._tagged(place, tool.schema) if tool.strict else self._any_tagged(place)
         else:
             arguments = f"args_{place}"
             schema = {"type": "object", **tool.schema} if tool.strict else _ANY_OBJECT
@@ -155,16 +166,9 @@ class _Rules:
         row = self._row
         assert row is not None
         parts: list[str] = []
-        properties, required = schema.get("properties"), schema.get("required")
-        for number, (key, value) in enumerate(properties.items() if isinstance(properties, Mapping) else ()):
+        required = schema.get("required")
+        for number, (key, value, is_text) in enumerate(_values(schema)):
             name = f"value_{place}_{number}"
-            inner = dict(value) if isinstance(value, Mapping) else {}
-            is_text = value_types(inner, schema) == {"string"} and not inner.keys() & {
-                "enum",
-                "const",
-                "pattern",
-                "$ref",
-            }
             before, after = (
                 part.replace("{key}", key).replace("{string}", "true" if is_text else "false") for part in row.value
             )
@@ -172,10 +176,21 @@ class _Rules:
                 self._until(name, after)
                 part = f"{self._pieces(before)} {name}"
             else:
-                self._add(name, f"%json {json.dumps(prepared_schema({**_definitions(schema), **inner}))}")
+                self._add(name, f"%json {json.dumps(prepared_schema(value))}")
                 part = f"{self._pieces(before)} {name} {self._pieces(after)}"
             parts.append(part if isinstance(required, list) and key in required else f"({part})?")
         return " ".join(parts)
+
+    def _any_tagged(self, place: int) -> str:
+        """Arguments of any name, whose values end where their tags do."""
+        row = self._row
+        assert row is not None
+        opened, closed = row.value[0].split("{key}")
+        before, marked, behind = closed.partition("{string}")
+        kind = '("true" | "false")' if marked else ""
+        self._until(f"value_{place}", row.value[1])
+        key = rf'{self._pieces(opened)} /[^"<>\n]{{1,256}}/ {self._pieces(before)} {kind} {self._pieces(behind)}'
+        return f"({key} value_{place})*"
 
     def _pieces(self, text: str) -> str:
         """A row's text as tokens and literals."""
@@ -191,5 +206,15 @@ class _Rules:
         self.lines.append(f"{name}: {rule}")
 
 
-def _definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
+def _values(schema: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any], bool]]:
+    """The name and the schema of each property, and whether its tagged value is any text."""
+    properties = schema.get("properties")
+    for key, value in properties.items() if isinstance(properties, Mapping) else ():
+        inner = dict(value) if isinstance(value, Mapping) else {}
+        is_text = value_types(inner, schema) == {"string"} and inner.keys().isdisjoint(_BOUNDING)
+        yield key, {**definitions(schema), **inner}, is_text
+
+
+def definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """What a part of the schema may refer to."""
     return {name: schema[name] for name in ("$defs", "definitions") if name in schema}

@@ -10,18 +10,18 @@ from headrace_proto.quantities import counted
 from headrace_proto.replica_pb2 import Sampling
 from headrace_router.access.auth import Tenant
 from headrace_router.answer.parser import AnswerParser
-from headrace_router.answer.whole_grammar import UnforceableCallsError, whole_grammar
 from headrace_router.core.errors import ContextLengthError, InvalidRequestError, UnsupportedError
 from headrace_router.core.fleet import Fleet
 from headrace_router.core.limits import Limits
 from headrace_router.core.policy.interface import ChoiceRequest
 from headrace_router.core.replica_blocks import HashScheme
 from headrace_router.core.sampling_options import API_DEFAULTS
+from headrace_router.dispatch.answer_grammar import AnswerGrammars
 from headrace_router.dispatch.prompt_hasher import Prompt, PromptHasher
 from headrace_router.dispatch.request import GenerationRequest
 from headrace_router.text.model_card import ChatForm, ModelCard
 from headrace_router.text.prompt_text import names, strings
-from headrace_router.text.tokenizer_pool import LARGE, TokenizerPool
+from headrace_router.text.tokenizer_pool import TokenizerPool
 from headrace_router.validation.bodies import ChatBody, CompletionBody, RequestOptions
 from headrace_router.validation.constraint import grammar_of
 from headrace_router.validation.tool_use import ToolUse, template_message, tools_of
@@ -48,6 +48,7 @@ class Preparer:
         self._schemes = schemes
         self._limits = limits
         self._pool = pool
+        self._grammars = AnswerGrammars(limits, pool)
 
     async def prepare(
         self, body: ChatBody | CompletionBody, tenant: Tenant, label: str, session: str = ""
@@ -55,11 +56,12 @@ class Preparer:
         """label: for logs. session: for placement. Raises ApiError; nothing was sent to a replica yet."""
         constraint, field = grammar_of(body, self._limits.grammar_bytes)
         if isinstance(body, ChatBody):
-            request, grammar = await self._chat(body, tenant, label, constraint)
+            request, form, used, thinking = await self._chat(body, tenant, label)
+            grammar = await self._grammars.of_chat(request.card, form, tenant, used, constraint, field, thinking)
         else:
-            request, grammar = await self._completion(body, tenant, label), constraint
+            request = await self._completion(body, tenant, label)
+            grammar = await self._grammars.checked(request.card, tenant, constraint, field)
         if grammar:
-            grammar = await self._checked(body, tenant, grammar, field or "tools")
             request = replace(request, choices=[replace(choice, grammar=grammar) for choice in request.choices])
         if not session:
             session = (isinstance(body, ChatBody) and body.prompt_cache_key) or body.session_id or ""
@@ -68,15 +70,10 @@ class Preparer:
             request = replace(request, choices=[replace(choice, session=session) for choice in request.choices])
         return request
 
-    async def _checked(self, body: ChatBody | CompletionBody, tenant: Tenant, grammar: str, field: str) -> str:
-        """What replicas get for a grammar. Raises InvalidRequestError."""
-        _at_most(len(grammar.encode()), self._limits.grammar_bytes * 4, field, "bytes as a grammar")
-        check, seconds = self._fleet.card(body.model).grammars, self._limits.grammar_seconds
-        known = check.known(grammar)
-        return known or await self._pool.run(lambda: check.check(grammar, field, seconds), tenant.name, LARGE)
-
-    async def _chat(self, body: ChatBody, tenant: Tenant, label: str, constraint: str) -> tuple[GenerationRequest, str]:
-        """The request, and the grammar of its answers."""
+    async def _chat(
+        self, body: ChatBody, tenant: Tenant, label: str
+    ) -> tuple[GenerationRequest, ChatForm, ToolUse | None, bool]:
+        """The request, the form of the chat, its tools, and whether its answer begins inside of the reasoning."""
         limits = self._limits
         messages = [template_message(message) for message in body.messages]
         used = tools_of(body)
@@ -124,7 +121,7 @@ class Preparer:
                     one_call=used is not None and (used.one_call or not form.template.takes_several_calls),
                 ),
             )
-        return request, _grammar(form, used, constraint, thinking)
+        return request, form, used, thinking
 
     async def _completion(self, body: CompletionBody, tenant: Tenant, label: str) -> GenerationRequest:
         if body.best_of is not None and body.best_of != (body.n or 1):
@@ -292,33 +289,6 @@ class Preparer:
             raise InvalidRequestError(
                 "'prompt_logprobs' is not sent in streams: send 'stream' as false.", param="prompt_logprobs"
             )
-
-
-def _grammar(form: ChatForm, used: ToolUse | None, constraint: str, thinking: bool) -> str:
-    """Of the whole answer; empty where it may be anything. Raises InvalidRequestError."""
-    try:
-        return whole_grammar(
-            form.syntax,
-            used.offered if used is not None else (),
-            constraint=constraint,
-            required=used is not None and used.required,
-            one_call=used is not None and (used.one_call or not form.template.takes_several_calls),
-            thinking=thinking,
-        )
-    except UnforceableCallsError:
-        if form.syntax.tools is None:
-            raise UnsupportedError(
-                "How this model writes calls of tools is not known: its operator can name it by --tool-parser.",
-                param="tools",
-            ) from None
-        raise UnsupportedError(
-            "This model's calls of tools cannot be forced: send 'tool_choice' as auto, and no 'response_format'.",
-            param="tools",
-        ) from None
-    except ValueError as error:
-        raise InvalidRequestError(
-            f"The schema of a tool cannot be followed: {str(error)[:200]}.", param="tools"
-        ) from None
 
 
 def _at_most(count: int, limit: int, param: str, what: str) -> None:

@@ -1,8 +1,8 @@
 """The tools of a chat: what the template gets, and what its answer may call."""
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from headrace_router.answer.whole_grammar import OfferedTool
@@ -14,10 +14,13 @@ _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fa
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """listed: for the template, as in OpenAI's API. offered: of these the answer may call."""
+    """listed: for the template, as in OpenAI's API. offered: of these the answer may call. strict: names of those whose
+    schema the request wants to be followed.
+    """
 
     listed: list[dict[str, Any]]
     offered: tuple[OfferedTool, ...]
+    strict: frozenset[str]
     required: bool
     one_call: bool
 
@@ -25,6 +28,17 @@ class ToolUse:
     def schemas(self) -> Mapping[str, Mapping[str, Any]]:
         """Of the parameters of each tool."""
         return {tool.name: tool.schema for tool in self.offered}
+
+    @property
+    def fields(self) -> Mapping[str, str]:
+        """The field of the request that has the schema of each tool."""
+        names = (tool["function"]["name"] for tool in self.listed)
+        return {name: f"tools[{place}].function.parameters" for place, name in enumerate(names)}
+
+    def loosened(self, names: Collection[str]) -> "ToolUse":
+        """With any object as arguments of these tools."""
+        offered = (replace(tool, strict=tool.strict and tool.name not in names) for tool in self.offered)
+        return replace(self, offered=tuple(offered))
 
 
 def tools_of(body: ChatBody) -> ToolUse | None:
@@ -60,6 +74,7 @@ def tools_of(body: ChatBody) -> ToolUse | None:
             for function in functions
             if choice != "none" and named in ("", function.name)
         ),
+        strict=frozenset(function.name for function in functions if function.strict),
         required=required,
         one_call=body.parallel_tool_calls is False or bool(named),
     )
