@@ -279,12 +279,12 @@ async def _scrape(cluster: FakeCluster, rounds: int) -> tuple[float, float]:
     for _ in range(rounds):
         cluster.tick()  # each scrape has new values
         began = time.process_time()
-        await cluster.metrics.text()
+        await cluster.metrics.page("", "")
         cpu.append((time.process_time() - began) * 1e3)
     gc.collect()
     watcher = asyncio.create_task(watch())
     for _ in range(rounds):
-        await cluster.metrics.text()
+        await cluster.metrics.page("", "")
     ended.set()
     await watcher
     return median(cpu), max(stalls)

@@ -27,8 +27,8 @@ NAME = re.compile(r"\b(?:vllm:|headrace_)\w+")
 
 def _served() -> dict[str, str]:
     """Metrics that a router serves: the type by the name without the suffix of a histogram's series."""
-    page = asyncio.run(RouterMetrics().text()).decode()
-    types = dict(re.findall(r"^# TYPE (\S+) (\w+)$", page, re.MULTILINE))
+    page, _ = asyncio.run(RouterMetrics().page("", ""))
+    types = dict(re.findall(r"^# TYPE (\S+) (\w+)$", page.decode(), re.MULTILINE))
     no_fleet: Any = None  # only `read` uses it
     for family in FleetCollector(no_fleet).metrics([]):
         types[family.name + ("_total" if family.type == "counter" else "")] = family.type

@@ -1,6 +1,7 @@
 """The text of a scrape: as the Prometheus library renders it."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.openmetrics import exposition as openmetrics
 
 from headrace_router.dispatch.exposition import SAMPLES_PER_TURN, render
 
@@ -18,3 +19,5 @@ def test_it_is_the_text_of_the_library() -> None:
         counter.labels(str(number)).inc(number)
         histogram.labels(str(number)).observe(number)
     assert render(registry.collect()) == generate_latest(registry)
+    expected = openmetrics.generate_latest(registry, openmetrics.ALLOWUTF8)  # type: ignore[no-untyped-call]
+    assert render(registry.collect(), as_openmetrics=True) == expected and b"\nsome:gauge{" in expected

@@ -196,8 +196,10 @@ def test_metrics_have_the_names_of_the_field_and_are_fresh(harness: Any, make_re
         assert _metric(text, "vllm:inter_token_latency_seconds_count")[labels] >= 1
         assert _metric(text, "headrace_request_errors_total")['{code="not_found",status="404"}'] == 1
         assert _metric(text, "headrace_migrations_total")['{model_name="tiny"}'] == 0, "a rate needs its first zero"
-        (reason,) = _metric(text, "vllm:request_success_total")
-        assert 'finished_reason="length"' in reason
+        reasons = _metric(text, "vllm:request_success_total")
+        assert [one for one, count in reasons.items() if count] == [
+            '{finished_reason="length",model_name="tiny",replica="r0"}'
+        ]
         assert 'block_size="16"' in next(iter(_metric(text, "vllm:cache_config_info")))
         for name in (
             "vllm:num_requests_waiting",

@@ -34,12 +34,10 @@ class ApiError(HeadraceError):
         for name, value in row.items():
             setattr(cls, name, value)
 
-    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
         self.message = message if len(message) <= MAX_MESSAGE_CHARS else message[: MAX_MESSAGE_CHARS - 1] + "…"
         self.param = param if param is None or len(param) <= 200 else param[:199] + "…"
-        if code is not None:
-            self.code = code
 
     def body(self) -> dict[str, Any]:
         """The OpenAI error object."""
@@ -48,6 +46,26 @@ class ApiError(HeadraceError):
 
 class InvalidRequestError(ApiError, status=400, kind="invalid_request_error", code=None, grpc_code="INVALID_ARGUMENT"):
     """The request is wrong; sending it again will not help."""
+
+
+class InvalidValueError(InvalidRequestError, code="invalid_value"):
+    """A field has a value of another type, or outside of its range."""
+
+
+class MissingParameterError(InvalidRequestError, code="missing_required_parameter"):
+    """A field that is required is missing."""
+
+
+class UnknownParameterError(InvalidRequestError, code="unknown_parameter"):
+    """A field that no table has."""
+
+
+class SlowPromptError(InvalidRequestError, code="prompt_too_slow"):
+    """Parsing, rendering or tokenizing takes too long."""
+
+
+class ConstraintError(InvalidRequestError, code="constraint_failed"):
+    """The replica cannot follow the constraint of the answer."""
 
 
 class ContextLengthError(InvalidRequestError, code="context_length_exceeded"):
@@ -144,3 +162,13 @@ class GenerationFailedError(ApiError, code="generation_failed"):
 
 class InternalError(ApiError):
     """A bug of ours; details are in the log under the request's id."""
+
+
+def error_rows() -> set[tuple[int, str]]:
+    """The status and the code of each class of errors, empty without a code."""
+    rows, classes = set[tuple[int, str]](), [ApiError]
+    while classes:
+        error = classes.pop()
+        rows.add((error.status, error.code or ""))
+        classes += error.__subclasses__()
+    return rows

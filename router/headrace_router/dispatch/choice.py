@@ -17,7 +17,7 @@ from headrace_proto.replica_pb2 import (
 )
 from headrace_router.answer.events import Args, CallStart, Event, Reasoning, Text
 from headrace_router.answer.parser import AnswerParser, Syntax, call_id
-from headrace_router.core.errors import ApiError, DeadlineError, GenerationFailedError, InvalidRequestError
+from headrace_router.core.errors import ApiError, ConstraintError, DeadlineError, GenerationFailedError
 from headrace_router.core.policy.interface import ChoiceRequest
 from headrace_router.text.model_card import ModelCard
 from headrace_router.text.stop_strings import StopMatcher
@@ -184,7 +184,7 @@ class Choice:
         elif finish == FINISH_DEADLINE:
             self.failure = DeadlineError("The request's deadline passed before the answer was complete.")
         elif finish == FINISH_INVALID:
-            self.failure = InvalidRequestError(f"This request cannot be answered: {error}.", code="constraint_failed")
+            self.failure = ConstraintError(f"This request cannot be answered: {error}.")
         elif finish in (FINISH_ERROR, FINISH_CANCELLED):
             self.failure = GenerationFailedError(
                 f"The replica could not finish this answer: {error or 'no reason given'}"

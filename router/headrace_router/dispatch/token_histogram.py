@@ -38,7 +38,7 @@ class TokenHistogram(Collector):
     def labels(self, *values: str) -> TokenSeries:
         series = self._series.get(values)
         if series is None:
-            series = self._series[values] = TokenSeries(self._bounds)
+            series = self._series.setdefault(values, TokenSeries(self._bounds))  # another thread may have made it
         return series
 
     def collect(self) -> Iterable[Metric]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from headrace_proto.rust_panic import panics_as_errors
-from headrace_router.core.errors import InvalidRequestError, OverloadedError
+from headrace_router.core.errors import OverloadedError, SlowPromptError
 from headrace_router.core.fair_queue import FairQueue
 from headrace_router.core.limits import Limits
 
@@ -39,7 +39,7 @@ class TokenizerPool:
     async def run(self, work: Callable[[], T], tenant: str, size: int) -> T:
         """The result of `work`, whose time grows with `size`: characters, bytes or tokens.
 
-        Raises OverloadedError when it cannot begin, InvalidRequestError when it takes too long. A thread cannot be
+        Raises OverloadedError when it cannot begin, SlowPromptError when it takes too long. A thread cannot be
         stopped: work that exceeded its time keeps its thread until it ends by itself, so many such requests are
         refused and do not accumulate.
         """
@@ -51,9 +51,7 @@ class TokenizerPool:
             async with asyncio.timeout(self._limits.tokenize_seconds):
                 return await asyncio.shield(future)
         except TimeoutError:
-            raise InvalidRequestError(
-                "Tokenizing this request takes too long; send a shorter prompt.", code="prompt_too_slow"
-            ) from None
+            raise SlowPromptError("Tokenizing this request takes too long; send a shorter prompt.") from None
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

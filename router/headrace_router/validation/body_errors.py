@@ -4,7 +4,12 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from headrace_router.core.errors import InvalidRequestError, UnsupportedError
+from headrace_router.core.errors import (
+    InvalidRequestError,
+    InvalidValueError,
+    MissingParameterError,
+    UnsupportedError,
+)
 from headrace_router.core.limits import Limits
 from headrace_router.validation.bodies import ChatBody, CompletionBody
 from headrace_router.validation.fields.filter_fields import filter_fields
@@ -85,11 +90,9 @@ def _as_api_error(error: ValidationError, kind: type[BaseModel]) -> InvalidReque
     first = max(same_field, key=lambda entry: len(_path(entry["loc"])))
     param = _path(first["loc"])
     if first["type"] == "missing":
-        return InvalidRequestError(f"'{param}' is required.", param=param, code="missing_required_parameter")
+        return MissingParameterError(f"'{param}' is required.", param=param)
     text = first["msg"][:300]
-    return InvalidRequestError(
-        f"'{param[:100]}' is not valid: {text[:1].lower()}{text[1:]}.", param=param, code="invalid_value"
-    )
+    return InvalidValueError(f"'{param[:100]}' is not valid: {text[:1].lower()}{text[1:]}.", param=param)
 
 
 def _path(location: tuple[int | str, ...]) -> str:

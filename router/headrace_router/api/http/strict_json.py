@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 
-from headrace_router.core.errors import InvalidRequestError
+from headrace_router.core.errors import InvalidRequestError, InvalidValueError
 
 # Cost in values, as for time and memory: an object or array, and how many escapes in strings are one.
 CONTAINER = 8
@@ -20,7 +20,7 @@ class JsonError(InvalidRequestError, code="invalid_json"):
 def parse(body: bytes, max_depth: int, max_values: int) -> Any:
     """The value. Refuses bad UTF-8, NaN, 1e400, half surrogates, duplicate keys and deep nesting.
 
-    Raises JsonError, or InvalidRequestError that names the field of a number that is not finite.
+    Raises JsonError, or InvalidValueError that names the field of a number that is not finite.
 
     max_values: numbers and strings; counted before the body is parsed. An object or array counts as 8.
     """
@@ -76,7 +76,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_numbers(body: bytes) -> None:
-    """Names the field of a number that is not finite, as Python writes NaN and Infinity. Raises InvalidRequestError."""
+    """Names the field of a number that is not finite, as Python writes NaN and Infinity. Raises InvalidValueError."""
     try:
         level: list[tuple[str, Any]] = [("", json.loads(body))]
     except (ValueError, RecursionError):
@@ -84,10 +84,8 @@ def _check_numbers(body: bytes) -> None:
     while level:
         for path, value in level:
             if isinstance(value, float) and not math.isfinite(value):
-                raise InvalidRequestError(
-                    f"'{path[:100]}' is not valid: input should be a finite number.",
-                    param=path[:100] or None,
-                    code="invalid_value",
+                raise InvalidValueError(
+                    f"'{path[:100]}' is not valid: input should be a finite number.", param=path[:100] or None
                 )
         level = [member for path, value in level for member in _members(path, value)]
 

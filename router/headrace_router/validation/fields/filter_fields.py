@@ -3,7 +3,7 @@
 from difflib import get_close_matches
 from typing import Any
 
-from headrace_router.core.errors import InvalidRequestError
+from headrace_router.core.errors import InvalidRequestError, UnknownParameterError
 from headrace_router.validation.fields.field_table import HONOURED, RESTRICTED
 from headrace_router.validation.fields.ignored_fields import IgnoredFields
 from headrace_router.validation.fields.scope import Scope
@@ -60,5 +60,5 @@ def _filter(fields: dict[str, Any], scope: Scope, before: str, ignored: IgnoredF
             path = (before + name)[:100]
             near = get_close_matches(name[:40], [*honoured, *restricted], n=1)
             hint = f": did you mean '{before}{near[0]}'?" if near else "."
-            raise InvalidRequestError(f"Unknown field '{path}'{hint}", param=path, code="unknown_parameter")
+            raise UnknownParameterError(f"Unknown field '{path}'{hint}", param=path)
     return kept

@@ -5,7 +5,7 @@ from typing import Any
 
 import orjson
 
-from headrace_router.core.errors import InvalidRequestError, UnsupportedError
+from headrace_router.core.errors import InvalidValueError, UnsupportedError
 from headrace_router.validation.fields.json_kind import JsonKind, same_json
 
 
@@ -21,7 +21,7 @@ class RestrictedField:
     def check(self, value: Any, path: str) -> None:
         """Returns if this value changes nothing. `path` is the field's name in errors.
 
-        Raises UnsupportedError, or InvalidRequestError if the value has the wrong type.
+        Raises UnsupportedError, or InvalidValueError if the value has the wrong type.
         """
         if self.accepts is None:
             if not self.kind.fits(value):
@@ -31,10 +31,8 @@ class RestrictedField:
                 raise self._wrong_kind(path)
             raise UnsupportedError(self._refusal(path), param=path)
 
-    def _wrong_kind(self, path: str) -> InvalidRequestError:
-        return InvalidRequestError(
-            f"'{path}' is not valid: its type must be {self.kind}.", param=path, code="invalid_value"
-        )
+    def _wrong_kind(self, path: str) -> InvalidValueError:
+        return InvalidValueError(f"'{path}' is not valid: its type must be {self.kind}.", param=path)
 
     def _refusal(self, path: str) -> str:
         only = " or ".join(orjson.dumps(value).decode() for value in self.accepts or ())
