@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 from headrace_cluster.core.rank_config import replica_config
 from headrace_cluster.launch import start_checks
-from headrace_cluster.launch.start_checks import Machine, check_local, check_room, check_start
+from headrace_cluster.launch.start_checks import Machine, check_local, check_models, check_room, check_start
 from headrace_cluster.spec.cluster_spec import ClusterSpec, parse_spec
 from headrace_proto.errors import HeadraceError
 from headrace_proto.private_file import PrivateFileError
@@ -95,6 +95,20 @@ def test_the_error_names_a_damaged_file_and_with_several_models_the_model(folder
     assert rejection(spec({"source": str(folder)})).startswith("model.safetensors is not a complete")
     both = rejection(spec({"name": "good"}, {"source": str(folder), "name": "bad"}))
     assert both.startswith("bad: model.safetensors")
+
+
+def test_a_family_that_is_not_served_is_named_before_ray_starts(folder: Path) -> None:
+    """Wherever models are checked: at a start, by a controller, and for `apply` and `rollout --set`."""
+    config = {"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    models = ({"name": "good"}, {"source": str(folder), "name": "bad"})
+    assert rejection(spec(*models)).startswith("bad: The checkpoint is quantized (fp8)")
+    for check in (check_local, check_models):
+        with pytest.raises(HeadraceError, match="bad: The checkpoint is quantized"):
+            check(spec(*models), print)
+    (folder / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}))
+    assert "--trust-remote-code" in rejection(spec({"source": str(folder)}))
+    assert run(spec({"source": str(folder), "trust_remote_code": True})) == []
 
 
 def test_an_invalid_gguf_file(tmp_path: Path) -> None:

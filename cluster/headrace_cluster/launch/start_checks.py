@@ -167,7 +167,7 @@ def _check_headers(
         if machine is not None and machine.gpus is not None:
             device = "cuda" if gpus_per_rank(spec.models, model, machine.gpus, "this machine") else "cpu"
         config = replica_config(model.shaped(pool), replica_id="", device=device)
-        headers = read_headers(source)
+        headers = read_headers(source, trust_remote_code=model.trust_remote_code)
         check_length(config, headers)
         element_bytes = ELEMENT_BYTES[dtype_name(model.dtype, device, model.deterministic)]
         return MemoryNeed(model, headers.weight_bytes(config, element_bytes)) if device == "cpu" else None

@@ -82,7 +82,7 @@ def test_wrong_shape(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"model_type": "t5"}, "encoder-decoder"),
+        ({"model_type": "t5", "is_encoder_decoder": True}, "encoder-decoder"),
         ({"model_type": "nonsense"}, "'nonsense', which transformers .* does not support"),
         ({"layer_types": ["full_attention", "linear_attention", "full_attention"]}, "linear_attention"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"quantized \(gptq\)"),

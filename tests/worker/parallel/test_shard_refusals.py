@@ -26,7 +26,7 @@ from headrace_proto.errors import ModelLoadError, ModelUnsupportedError
         ("mixtral", {"intermediate_size": 90}, (4, 1), r"tp 4 does not divide the 90 inner dimensions of an expert"),
         ("llama", {}, (1, 4), r"pp 4 is more than the 3 layers .* --pp 3"),
         ("olmo2", {}, (2, 1), r"olmo2 splits layers\.\*\.self_attn\.q_proj as 'colwise_gather_output'.* --tp 1"),
-        ("moshi", {"ffn_dim": 96, "audio_encoder_config": None}, (2, 1), r"moshi has no tensor-parallel plan"),
+        ("bitnet", {}, (2, 1), r"bitnet has no tensor-parallel plan"),
         ("nanochat", {}, (1, 2), r"nanochat cannot be split into pipeline stages: .* --pp 1"),
         ("granitemoe", {"num_local_experts": 4}, (2, 1), r"granitemoe does not split its attention: .* --tp 1"),
     ],

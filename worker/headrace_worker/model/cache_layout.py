@@ -6,6 +6,7 @@ from headrace_proto.errors import ModelUnsupportedError
 from headrace_worker.comm.parallel_context import SINGLE, ParallelContext
 from headrace_worker.core.layout import CacheGroupSpec, CacheLayout
 from headrace_worker.model.config_sizes import config_size, optional_size
+from headrace_worker.model.refusals import check_layer_types
 from headrace_worker.model.sharding.places import local_kv_heads, stage_layers
 
 
@@ -73,15 +74,7 @@ def layer_windows(config: Any) -> list[int]:
         raise ModelUnsupportedError(
             f"This {config.model_type} model has {layers} layers, but {len(kinds)} layer_types: check config.json."
         )
-    windows = []
-    for layer, kind in enumerate(kinds):
-        if kind == "sliding_attention" and sliding:
-            windows.append(sliding)
-        elif kind == "full_attention":
-            windows.append(0)
-        else:
-            raise ModelUnsupportedError(
-                f"Layer {layer} of this {config.model_type} model is {str(kind)[:80]!r}: only layers of full or "
-                "sliding softmax attention are served."
-            )
-    return windows
+    check_layer_types(config)
+    if "sliding_attention" in kinds and not sliding:
+        raise ModelUnsupportedError(f"This {config.model_type} model has sliding layers, but no sliding_window.")
+    return [sliding if kind == "sliding_attention" else 0 for kind in kinds]

@@ -15,9 +15,20 @@ _LARGEST = {
 }
 
 
+def config_value(config: Any, name: str, default: Any = None) -> Any:
+    """A value of the whole model. Raises ModelUnsupportedError for one that each layer has for itself."""
+    try:
+        return getattr(config, name, default)
+    except Exception as error:  # transformers refuses to name one for all layers
+        raise ModelUnsupportedError(
+            f"{name} of this {config.model_type} model differs between its layers: only one that is the same for all "
+            "layers is supported."
+        ) from error
+
+
 def config_size(config: Any, name: str) -> int:
     """A size that the config must have. Raises ModelUnsupportedError unless it is one positive number."""
-    value = getattr(config, name, None)
+    value = config_value(config, name)
     if type(value) is not int or not 0 < value <= _LARGEST[name]:
         raise ModelUnsupportedError(
             f"{name} of this {getattr(config, 'model_type', '')} model is {str(value)[:80]}: only a number from 1 to "
@@ -28,4 +39,4 @@ def config_size(config: Any, name: str) -> int:
 
 def optional_size(config: Any, name: str) -> int:
     """As `config_size`; 0 when the config does not have it."""
-    return config_size(config, name) if getattr(config, name, None) else 0
+    return config_size(config, name) if config_value(config, name) else 0

@@ -16,6 +16,7 @@ from headrace_worker.model.gguf_file import GgufFile
 from headrace_worker.model.gguf_tensors import check_tensors, packed_bytes
 from headrace_worker.model.gguf_tokenizer import check_gguf_tokenizer
 from headrace_worker.model.json_files import read_object
+from headrace_worker.model.refusals import check_config_file, check_rope
 from headrace_worker.model.safetensors_files import count_elements, open_files
 from headrace_worker.model.source import ModelSource
 from headrace_worker.model.tokenizer_files import check_tokenizer_file, has_tokenizer
@@ -37,13 +38,14 @@ class Headers:
         return self.elements * element_bytes
 
 
-def read_headers(source: ModelSource) -> Headers:
+def read_headers(source: ModelSource, *, trust_remote_code: bool = False) -> Headers:
     """Raises ModelLoadError or ModelUnsupportedError for files that would not load."""
-    return _gguf_headers(source) if source.is_gguf else _folder_headers(source)
+    return _gguf_headers(source) if source.is_gguf else _folder_headers(source, trust_remote_code)
 
 
 def check_length(config: ReplicaConfig, headers: Headers) -> None:
-    """Raises ModelUnsupportedError when max_model_len is more than the model's positions, where its config has them."""
+    """Raises ModelUnsupportedError for a max_model_len that the model does not support, as far as its config shows."""
+    check_rope(SimpleNamespace(**{"model_type": ""} | headers.config), config.max_model_len)
     if "max_position_embeddings" in headers.config:
         request_limit(config.max_model_len, max_positions(SimpleNamespace(**headers.config)))
 
@@ -60,8 +62,9 @@ def _gguf_headers(source: ModelSource) -> Headers:
     return Headers(sum(prod(tensor.shape) for tensor in tensors), config, packed, packed)
 
 
-def _folder_headers(source: ModelSource) -> Headers:
+def _folder_headers(source: ModelSource, trust_remote_code: bool) -> Headers:
     config = read_object(source.path / "config.json", source.name)
+    check_config_file(source.name, config, trust_remote_code=trust_remote_code)
     if has_tokenizer(source):
         check_tokenizer_file(source)
     layers = config.get("num_hidden_layers")

@@ -17,12 +17,13 @@ from headrace_worker.core.progress import Progress, ignore_progress
 from headrace_worker.device.choice import choose_dtype, open_device
 from headrace_worker.device.rank_device import RankDevice
 from headrace_worker.model import buffers, surgery
-from headrace_worker.model.build import build_meta, check_rope, output_rows, read_config
+from headrace_worker.model.build import build_meta, output_rows, read_config
 from headrace_worker.model.cache_layout import cache_layout
 from headrace_worker.model.converted import converted
 from headrace_worker.model.facts import ModelFacts, read_facts
 from headrace_worker.model.gguf import GgufWeights
 from headrace_worker.model.gguf_file import GgufFile
+from headrace_worker.model.refusals import check_rope
 from headrace_worker.model.sharding.shard import Sharding, shard
 from headrace_worker.model.source import ModelSource, resolve
 from headrace_worker.model.weights import DummyWeights, SafetensorsWeights, Weights, check_filled, fill

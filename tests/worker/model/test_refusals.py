@@ -1,0 +1,167 @@
+"""What config.json alone shows to be unserved: the same sentence before Ray starts and from a rank."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from headrace_proto.errors import ModelUnsupportedError
+from headrace_worker.model import refusals
+from headrace_worker.model.build import check_supported, read_config
+from headrace_worker.model.headers import check_length, read_headers
+from headrace_worker.model.load import load
+from headrace_worker.model.source import resolve
+from support.worker.tiny_models import TINY, replica_config, save_tiny
+
+TOOLS = Path(__file__).parents[3] / "docs" / "tools.md"
+LLAMA = {"model_type": "llama"} | TINY
+OWN_CODE = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnModel"}
+# Families whose layers, as config.json names them, decide; the default has recurrent ones.
+BY_LAYERS = {"granitemoehybrid"}
+
+
+def folder(path: Path, **fields: Any) -> Path:
+    (path / "config.json").write_text(json.dumps(fields))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        (LLAMA | {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}, "quantized .fp8."),
+        (LLAMA | {"quantization_config": {"quant_method": "awq", "bits": 4}}, "quantized .awq."),
+        (
+            {"model_type": "gemma3", "text_config": TINY, "vision_config": {}},
+            "gemma3 is not a plain text .*text_config",
+        ),
+        ({"model_type": "qwen2_5_vl", "vision_config": {}} | TINY, "qwen2_5_vl is not a plain text .*vision_config"),
+        ({"model_type": "t5"}, "no causal language model for 't5'"),
+        ({"model_type": "nonsense"}, "'nonsense', which transformers .* does not support"),
+        (TINY, "has no model_type"),
+        ({"model_type": "own", "auto_map": OWN_CODE}, "own Python code .* not run: pass --trust-remote-code"),
+        (LLAMA | {"layer_types": ["full_attention", "mamba", "mamba"]}, "Layer 1 of this llama model is 'mamba'"),
+        ({"model_type": "mamba2"}, "family mamba2 are not served: they keep recurrent state"),
+        ({"model_type": "qwen3_next"}, "family qwen3_next are not served: they keep recurrent state"),
+        ({"model_type": "falcon"}, "family falcon are not served: they compute attention in their own code"),
+        ({"model_type": "gpt_neo"}, "family gpt_neo are not served: they compute attention in their own code"),
+        ({"model_type": "gemma4_text"}, "family gemma4_text are not served: they have heads of another size"),
+        (
+            {"model_type": "deepseek_v3", "kv_lora_rank": 512},
+            "deepseek_v3 model compresses .*multi-head latent attention",
+        ),
+        (
+            {"model_type": "mimo_v2_flash", "head_dim": 192, "v_head_dim": 128},
+            "keys of size 192 and values of size 128",
+        ),
+        ({"model_type": "bert"}, "bert model attends in both directions"),
+        ({"model_type": "bart", "is_encoder_decoder": True}, "bart is an encoder-decoder"),
+        (LLAMA | {"num_attention_heads": [4, 8]}, "num_attention_heads of this llama model is"),
+    ],
+    ids=lambda value: value.get("model_type", "none") if isinstance(value, dict) else "",
+)
+def test_before_a_start_and_from_a_rank_in_the_same_words(
+    tmp_path: Path, fields: dict[str, Any], sentence: str
+) -> None:
+    source = folder(tmp_path, **fields)
+    with pytest.raises(ModelUnsupportedError, match=sentence) as early:
+        read_headers(resolve(str(source), "dummy"))
+    with pytest.raises(ModelUnsupportedError) as late:
+        load(replica_config(source, load_format="dummy"))
+    assert str(early.value) == str(late.value)
+
+
+@pytest.mark.parametrize("length", [None, 128])
+def test_rotary_embeddings_are_checked_with_the_length(tmp_path: Path, length: int | None) -> None:
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 6, "long_factor": [1.0] * 6}
+    fields = {"model_type": "phi3"} | TINY | {"rope_scaling": rope, "original_max_position_embeddings": 64}
+    source = folder(tmp_path, **fields)
+    config = replica_config(source, load_format="dummy", max_model_len=length)
+    with pytest.raises(ModelUnsupportedError, match="at 64 tokens: use --max-model-len 64 or less") as early:
+        check_length(config, read_headers(resolve(str(source), "dummy")))
+    with pytest.raises(ModelUnsupportedError) as late:
+        load(config)
+    assert str(early.value) == str(late.value)
+
+
+def test_code_of_the_folder_runs_with_the_flag_alone(tmp_path: Path) -> None:
+    """The class of the folder's own code is loaded; values of its config are checked as those of others."""
+    save_tiny("llama", tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text()) | {"model_type": "own", "auto_map": OWN_CODE}
+    (tmp_path / "configuration_own.py").write_text(
+        'from transformers import LlamaConfig\nclass OwnConfig(LlamaConfig):\n    model_type = "own"\n'
+    )
+    folder(tmp_path, **fields)
+    source = resolve(str(tmp_path))
+    read_headers(source, trust_remote_code=True)
+    assert type(read_config(source, None, trust_remote_code=True)).__name__ == "OwnConfig"
+    folder(tmp_path, **fields | {"quantization_config": {"quant_method": "fp8"}})
+    with pytest.raises(ModelUnsupportedError, match=r"quantized .fp8."):
+        read_headers(source, trust_remote_code=True)
+
+
+def test_the_names_are_those_of_transformers() -> None:
+    assert refusals.causal_families() == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    assert refusals.causal_families() <= refusals.known_families() and "t5" in refusals.known_families()
+    assert refusals.UNSERVED.keys() <= refusals.causal_families(), "a family that is unknown is refused as such"
+
+
+def test_every_family_that_a_rank_refuses_is_refused_before_a_start() -> None:
+    """By its config with the defaults of its class, as transformers saves it; the kinds of layers may be left out.
+
+    A new family that this test names: tell in `refusals.py` why it is not served.
+    """
+    served = []
+    for family in sorted(refusals.causal_families() - {"gemma4_assistant"}):  # a config without defaults
+        config = CONFIG_MAPPING[family]()
+        fields = {key: value for key, value in json.loads(config.to_json_string()).items() if key != "layer_types"}
+        early = _refusal(lambda: refusals.check_config_file(family, fields, trust_remote_code=False))  # noqa: B023
+        late = _refusal(lambda: check_supported(config))  # noqa: B023
+        assert bool(early) == bool(late) or family in BY_LAYERS, (family, early, late)
+        served += [family] if not late else []
+    assert len(served) > 70
+
+
+def test_the_families_with_tools_that_the_engine_loads() -> None:
+    """The table of docs/tools.md."""
+    _, *rows = re.findall(r"^\| `.*\|.*\|.*\|(.*) \|$", TOOLS.read_text(), re.MULTILINE)
+    assert len(rows) == 16
+    for row in rows:
+        loaded, _, refused = row.partition("not `")
+        for family in re.findall(r"`(.+?)`", loaded):
+            assert _early(family) == "", family
+        for family in re.findall(r"`(.+?)`", f"`{refused}" if refused else ""):
+            assert _early(family) != "", family
+
+
+def _early(family: str) -> str:
+    known = family in CONFIG_MAPPING
+    fields = json.loads(CONFIG_MAPPING[family]().to_json_string()) if known else {"model_type": family}
+    return _refusal(lambda: refusals.check_config_file(family, fields, trust_remote_code=False))
+
+
+def _refusal(check: Any) -> str:
+    try:
+        check()
+    except ModelUnsupportedError as error:
+        return str(error)
+    return ""
+
+
+def test_the_check_imports_no_torch(tmp_path: Path) -> None:
+    source = folder(tmp_path, model_type="nonsense")
+    code = (
+        "import sys; from headrace_worker.model.headers import read_headers;"
+        "from headrace_worker.model.source import resolve\n"
+        f"try: read_headers(resolve({str(source)!r}, 'dummy'))\n"
+        "except Exception as error: print(error)\n"
+        "print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    sentence, loaded = done.stdout.splitlines()
+    assert "'nonsense'" in sentence and loaded == "[]"
