@@ -14,10 +14,10 @@ from headrace_cluster.controller.operations import replica_operations
 from headrace_cluster.core.backoff import Backoff
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.router_reports import START_SECONDS, WAIT_SECONDS
-from headrace_cluster.spec.cluster_spec import parse_spec
+from headrace_cluster.spec.cluster_spec import ClusterSpec, parse_spec
 from headrace_proto import control_pb2 as pb
 from headrace_proto import replica_pb2
-from headrace_proto.errors import MemoryTooSmallError
+from headrace_proto.errors import MemoryTooSmallError, ModelUnsupportedError
 from support.cluster.fake_driver import FakeDriver
 from support.cluster.fake_loop import Controlled, controlled
 
@@ -39,13 +39,18 @@ def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def _api(driver: FakeDriver, eventually: Eventually, **model: Any) -> AsyncIterator[tuple[Controlled, Post]]:
+async def _api(
+    driver: FakeDriver,
+    eventually: Eventually,
+    check: Callable[[ClusterSpec], ClusterSpec] = lambda spec: spec,
+    **model: Any,
+) -> AsyncIterator[tuple[Controlled, Post]]:
     async with controlled(driver, **model) as control:
         app = admin_app(
             lambda: [b"the-key"],
             {"/status": control.status},
             lambda: pytest.fail("no stop was requested"),
-            replica_operations(control.loop, control.membership),
+            replica_operations(control.loop, control.membership, check),
         )
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8002", headers=KEY) as client:
@@ -321,6 +326,26 @@ def test_a_rollout_with_another_setting(driver: FakeDriver, eventually: Eventual
             assert code == 409 and "there is no model 'other'" in sentence
             await asyncio.sleep(0.2)
             assert list(driver.ranks) == [SECOND], "what was refused changes nothing"
+
+    asyncio.run(scenario())
+
+
+def test_models_that_files_show_to_be_unserved_change_nothing(driver: FakeDriver, eventually: Eventually) -> None:
+    """The files of a changed model are checked before any replica is built."""
+
+    def check(spec: ClusterSpec) -> ClusterSpec:
+        if any(model.source == "/models/fp8" for model in spec.models):
+            raise ModelUnsupportedError("The checkpoint is quantized (fp8)")
+        return spec
+
+    async def scenario() -> None:
+        async with _api(driver, eventually, check) as (control, post):
+            for path, body in (
+                ("/rollout", {"settings": {"source": "/models/fp8"}}),
+                ("/apply", {"models": [{"aliases": ["small"]}, {"name": "other", "source": "/models/fp8"}]}),
+            ):
+                assert await post(path, **body) == (409, "The checkpoint is quantized (fp8)")
+            assert control.status()["overrides"] == [] and list(driver.ranks) == [FIRST]
 
     asyncio.run(scenario())
 

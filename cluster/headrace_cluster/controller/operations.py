@@ -27,6 +27,7 @@ from headrace_cluster.core.words import Changed, RoleWord, Roll, Words
 from headrace_cluster.errors import ChangeError, DrainError, ProfileError, RoleError
 from headrace_cluster.program import program_name
 from headrace_cluster.spec.cluster_spec import ClusterSpec, parse_spec
+from headrace_cluster.spec.model_spec import ModelSpec
 from headrace_cluster.spec.section import reason
 from headrace_proto.errors import HeadraceError
 from headrace_proto.role import UnknownRoleError, parse_role
@@ -154,7 +155,7 @@ class Operators:
         check: Callable[[ClusterSpec], ClusterSpec],
         check_room: Callable[[ClusterSpec], None],
     ) -> None:
-        """check: of models that are applied; returns the spec with commits of the Hub. It blocks.
+        """check: of models that are applied or set; returns the spec with commits of the Hub. It blocks.
 
         check_room: of any change; raises a HeadraceError where it is known that there is no room for it.
         """
@@ -196,8 +197,15 @@ class Operators:
         self._loop.rethink()
         return self._document(replica_id)
 
-    def roll(self, body: RolloutBody) -> dict[str, Any]:
-        """Builds replicas again, one of a model at a time, the new build first. Raises DrainError, ChangeError."""
+    async def roll(self, body: RolloutBody) -> dict[str, Any]:
+        """Builds replicas again, one of a model at a time, the new build first.
+
+        Raises DrainError, ChangeError, and what `check` raises of a model with other settings.
+        """
+        if body.settings:
+            words = msgspec.structs.replace(self._loop.words, settings=self._settings(body))
+            self._compared(words)
+            await asyncio.to_thread(self._check, self._changed_model(body, words))
         wanted = self._planner.wanted
         for name in body.replicas:
             if self._find(name, DrainError).drained:
@@ -228,15 +236,9 @@ class Operators:
             "before": before,
         }
 
-    def _set(self, body: RolloutBody) -> tuple[list[str], dict[str, Any]]:
-        """New values of keys of one model, or of the only one. Raises ChangeError.
-
-        Returns what changes, and the values before.
-        """
-        models = [m for m in base_models(self._loop.spec, self._loop.words) if body.model in (None, m.name)]
-        if len(models) != 1 or body.replicas:
-            raise ChangeError("--set is for all replicas of one model: name it with --model, and no replicas")
-        model, words = models[0], self._loop.words
+    def _settings(self, body: RolloutBody) -> dict[str, dict[str, Changed]]:
+        """Those of all models, with new values of keys of one model, or of the only one. Raises ChangeError."""
+        model, words = self._model_of(body), self._loop.words
         data = model.model_dump(mode="json")
         for key in body.settings:
             if key in ("replicas", "prefill", "decode"):
@@ -248,11 +250,27 @@ class Operators:
                     f"{key} cannot be set: {hint}`{program_name()} config schema` has the keys of a model"
                 )
         set_now = {key: Changed(value, data[key]) for key, value in body.settings.items()}
-        settings = words.settings | {model.name: words.settings.get(model.name, {}) | set_now}
-        changes = self._compared(msgspec.structs.replace(words, settings=settings))
-        now = next((m.model_dump(mode="json") for m in self._loop.effective.models if m.name == model.name), data)
-        words.settings = settings
-        return changes, {key: now[key] for key in body.settings}
+        return words.settings | {model.name: words.settings.get(model.name, {}) | set_now}
+
+    def _model_of(self, body: RolloutBody) -> ModelSpec:
+        models = [m for m in base_models(self._loop.spec, self._loop.words) if body.model in (None, m.name)]
+        if len(models) != 1 or body.replicas:
+            raise ChangeError("--set is for all replicas of one model: name it with --model, and no replicas")
+        return models[0]
+
+    def _changed_model(self, body: RolloutBody, words: Words) -> ClusterSpec:
+        """The spec with the model alone whose settings change."""
+        spec, name = effective_spec(self._loop.spec, words), self._model_of(body).name
+        return spec.model_copy(update={"models": tuple(model for model in spec.models if model.name == name)})
+
+    def _set(self, body: RolloutBody) -> tuple[list[str], dict[str, Any]]:
+        """Sets new values of keys of a model: what changes, and the values before. Raises ChangeError."""
+        model, settings = self._model_of(body), self._settings(body)
+        changes = self._compared(msgspec.structs.replace(self._loop.words, settings=settings))
+        effective = {m.name: m for m in self._loop.effective.models}.get(model.name, model)
+        before = effective.model_dump(mode="json")
+        self._loop.words.settings = settings
+        return changes, {key: before[key] for key in body.settings}
 
     def scale(self, pool: str, replicas: int) -> dict[str, Any]:
         """Another number of replicas of a pool. Raises ChangeError."""
@@ -415,7 +433,7 @@ def replica_operations(
         return await recorded(operators.drain(body.replica, body.seconds, force=body.force))
 
     async def rollout(body: RolloutBody) -> dict[str, Any]:
-        return await recorded(operators.roll(body))
+        return await recorded(await operators.roll(body))
 
     async def scale(body: ScaleBody) -> dict[str, Any]:
         return await recorded(operators.scale(body.pool, body.replicas))
