@@ -35,6 +35,10 @@ class ControllerTakenError(HeadraceError):
     """Another process has taken over the cluster."""
 
 
+class TakeOverError(HeadraceError):
+    """Another controller acts, and this one's spec would end what that one's names."""
+
+
 class AdoptionError(HeadraceError):
     """What runs in Ray cannot be taken over now; nothing of it was ended."""
 

@@ -91,11 +91,15 @@ def test_our_flags_are_not_in_the_table_of_foreign_flags() -> None:
     check_flags(("test", "-m", "slow"))
 
 
-@pytest.mark.parametrize(("flags", "port"), [((), 8004), (("--control-port", "0"), 0)])
+@pytest.mark.parametrize(("flags", "port"), [((), 8004), (("--take-over",), 8004), (("--control-port", "0"), 0)])
 def test_routers_find_the_next_controller_at_the_same_port(
     monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], port: int
 ) -> None:
-    specs: list[ClusterSpec] = []
-    monkeypatch.setattr("headrace_cluster.launch.controller.run_controller", lambda spec, file: specs.append(spec))
+    started: list[tuple[int | None, bool]] = []
+
+    def run(spec: ClusterSpec, file: object, *, take_over: bool) -> None:
+        started.append((spec.control.port, take_over))
+
+    monkeypatch.setattr("headrace_cluster.launch.controller.run_controller", run)
     result = CliRunner().invoke(app, ["controller", "tiny", *flags])
-    assert (result.exit_code, [spec.control.port for spec in specs]) == (0, [port])
+    assert (result.exit_code, started) == (0, [(port, "--take-over" in flags)])

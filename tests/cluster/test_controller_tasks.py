@@ -1,6 +1,7 @@
 """Background tasks of the controller's process: one that fails is repeated and shown, on a fake driver."""
 
 import asyncio
+import itertools
 import json
 import threading
 import time
@@ -9,11 +10,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from headrace_cluster.controller.control_loop import ControlLoop
 from headrace_cluster.controller.spec_file import SpecFile, digest
-from headrace_cluster.core.words import Lease, Words
+from headrace_cluster.core.words import Lease, UsedSpec, Words
+from headrace_cluster.errors import TakeOverError
 from headrace_cluster.ray import connection, names
 from headrace_cluster.ray import controller as controller_module
 from headrace_cluster.ray.controller import Controller, LeaseLostError
@@ -43,20 +46,29 @@ class _Record:
         self.saved: list[object] = []
         self.leases = [Lease(id="before")]
         self.hangs = threading.Event()
+        self.kept = Words()
+        self.another_acts = False
+        self.renewals = itertools.count()
 
     def words(self) -> Words:
-        return Words()
+        return msgspec.structs.replace(self.kept)
 
     def save_words(self, words: Words) -> None:
         self.saved.append(words)
 
-    def lease(self) -> Lease:
+    def lease(self) -> Lease | None:
         while self.hangs.is_set():
             time.sleep(0.01)
-        return self.leases[-1]
+        return self.leases[-1] if self.leases else None
 
     def save_lease(self, lease: Lease) -> None:
         self.leases.append(lease)
+
+    def renew(self, lease: Lease, number: int) -> None:
+        self.another_acts = False
+
+    def renewal(self, lease: Lease) -> bytes:
+        return str(next(self.renewals) if self.another_acts else 0).encode()
 
     def remove(self) -> None:
         self.saved.clear()
@@ -80,11 +92,12 @@ SPEC = {"admin": {"port": 0}, "control": {"host": "127.0.0.1", "port": 0}}
 
 @asynccontextmanager
 async def _opened(
-    record: _Record, file: SpecFile | None = None
+    record: _Record, file: SpecFile | None = None, *, take_over: bool = False
 ) -> AsyncIterator[tuple[Controller, Callable[[], Awaitable[bytes]]]]:
     """A controller, and the status line of its answer to GET /status."""
     spec, lease = parse_spec(SPEC), Lease(id="ours", epoch=2)
-    controller = Controller(spec, lease, Words(), SecretFile(secret_file()), "k", spec_file=file)
+    secret = SecretFile(secret_file())
+    controller = Controller(spec, lease, record.words(), secret, "k", spec_file=file, take_over=take_over)
     opened = await controller.open()
 
     async def answers() -> bytes:
@@ -152,6 +165,69 @@ def test_a_controller_ends_when_another_one_acts_and_makes_no_call_of_ray(
             with pytest.raises(LeaseLostError):
                 await controller._calls.run(lambda: pytest.fail("beside the decisions of another controller"))
             await eventually(lambda: controller.ended.is_set() and controller.taken)
+
+    asyncio.run(scenario())
+
+
+def _used(*models: dict[str, Any]) -> Words:
+    """The record of a controller with these models."""
+    data = [model.model_dump(mode="json") for model in parse_spec({"models": list(models)}).models]
+    return Words(created=1, spec=UsedSpec(data, "process 7 on head, a.yaml"))
+
+
+def test_another_spec_ends_nothing_of_a_controller_that_acts(record: _Record, driver: FakeDriver) -> None:
+    """It is told what would end, and whose spec names it."""
+    record.kept = _used({"max_num_seqs": 4}, {"name": "other", "source": "smollm2", "replicas": 2})
+    record.another_acts = True
+
+    async def scenario() -> None:
+        with pytest.raises(TakeOverError) as caught:
+            async with _opened(record):
+                pytest.fail("it must not act")
+        sentence = str(caught.value)
+        assert "acts (process 7 on head, a.yaml)" in sentence and "--take-over" in sentence
+        assert "other: ends; smollm2: max_num_seqs 4 → none." in sentence
+        assert driver.calls == [] and record.saved == [] and [lease.id for lease in record.leases] == ["before"]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("used", "acts", "take_over"),
+    [
+        (({"max_num_seqs": 4},), False, False),  # it has ended, is paused, or does not reach Ray
+        (({"max_num_seqs": 4},), True, True),
+        (({},), True, False),  # the same models: the newest controller acts
+        ((), True, False),  # of an earlier version
+    ],
+)
+def test_another_spec_is_used_otherwise(
+    record: _Record, used: tuple[dict[str, Any], ...], acts: bool, take_over: bool, eventually: Eventually
+) -> None:
+    record.kept, record.another_acts = _used(*used) if used else Words(created=1), acts
+
+    async def scenario() -> None:
+        async with _opened(record, take_over=take_over) as (controller, _):
+            await eventually(lambda: controller.view().ready)
+            assert [lease.id for lease in record.leases] == ["before", "ours"]
+            await eventually(lambda: record.saved)
+            (model,) = record.saved[-1].spec.models  # type: ignore[attr-defined]
+            assert model["max_num_seqs"] is None, "the next one compares with this spec"
+
+    asyncio.run(scenario())
+
+
+def test_a_record_that_ray_loses_is_written_again(record: _Record, eventually: Eventually) -> None:
+    """The controller has all of it: nothing is forgotten."""
+
+    async def scenario() -> None:
+        async with _opened(record) as (controller, _):
+            await eventually(lambda: controller.view().ready and record.saved)
+            record.leases.clear()
+            record.saved.clear()
+            await eventually(lambda: record.saved and record.leases)
+            assert [lease.id for lease in record.leases] == ["ours"]
+            assert controller.view().problems == [] and not controller.ended.is_set()
 
     asyncio.run(scenario())
 

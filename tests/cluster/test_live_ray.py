@@ -157,6 +157,11 @@ def test_what_serves_in_a_joined_ray_outlives_its_controller(tmp_path: Path, joi
         assert [entry["role"] for entry in third.status()["replicas"]] == ["both", "prefill"]
         os.kill(second.process.pid, signal.SIGCONT)
         assert second.process.wait(30) == 1 and "has taken over the cluster" in controllers[1].stderr_text()
+        fewer = LiveController(home, ray=ray, models=[{"source": "smollm2", "replicas": 1}])
+        assert fewer.process.wait(START_SECONDS) == 1
+        assert "smollm2: replicas 2 → 1" in fewer.stderr_text() and "--take-over" in fewer.stderr_text()
+        fewer.close()
+        assert third.ranks() == before, "one that acts is asked first"
         third.process.kill()
         third.process.wait()
         # Another spec: both are built again, one after the other, and one of three is new.

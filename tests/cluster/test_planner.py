@@ -11,10 +11,11 @@ from headrace_cluster.core.build import BACKOFF_LIMIT_SECONDS, State
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.planner import CONNECT_SECONDS, ROUTERS_SECONDS
 from headrace_cluster.core.rank_config import Stage
-from headrace_cluster.core.wanted import wanted_replicas
-from headrace_cluster.core.words import RoleWord
+from headrace_cluster.core.wanted import lost_to, wanted_replicas
+from headrace_cluster.core.words import Changed, RoleWord, UsedSpec, Words
 from headrace_cluster.spec.cluster_spec import parse_spec
 from headrace_proto.role import Role
+from support.cluster.fake_driver import FakeDriver
 from support.cluster.planner_bench import OURS, Bench, digest, started
 
 FIRST, SECOND, THIRD = (ReplicaName("smollm2-0", generation) for generation in (1, 2, 3))
@@ -431,6 +432,29 @@ def test_words_override_the_spec_until_it_says_something_else() -> None:
     assert wanted_replicas(bench.spec, bench.words, digest)["smollm2-1"].role is Role.DECODE
     plain = parse_spec({"models": [{"replicas": 2}]})
     assert wanted_replicas(plain, bench.words, digest)["smollm2-1"].role is Role.BOTH
+
+
+@pytest.mark.parametrize(
+    ("models", "lost"),
+    [
+        ([{"replicas": 2}, {"name": "other", "source": "smollm2"}], []),
+        ([{"replicas": 3}, {"name": "other", "source": "smollm2"}, {"name": "new", "source": "smollm2"}], []),
+        ([{"replicas": 2, "aliases": ["small"]}, {"name": "other", "source": "smollm2"}], []),
+        ([{"replicas": 1}, {"name": "other", "source": "smollm2"}], ["smollm2: replicas 2 → 1"]),
+        ([{"replicas": 2, "max_num_seqs": 4}], ["other: ends", "smollm2: max_num_seqs none → 4"]),
+    ],
+)
+def test_what_another_spec_would_end_or_build_again(models: list[dict[str, Any]], lost: list[str]) -> None:
+    before = parse_spec({"models": [{"replicas": 2}, {"name": "other", "source": "smollm2"}]}).models
+    words = Words(spec=UsedSpec([model.model_dump(mode="json") for model in before], "another"))
+    digest = FakeDriver().digest
+    assert lost_to(parse_spec({"models": models}), words, digest) == lost
+    assert lost_to(parse_spec({"models": models}), Words(), digest) == []
+    words.scales = {"smollm2": Changed(1, 2)}  # by an operator
+    shown = [line for line in lost if "replicas" not in line]
+    assert lost_to(parse_spec({"models": models}), words, digest) == shown
+    words.spec = UsedSpec([{"a key of another version": 1}], "another")
+    assert lost_to(parse_spec({"models": models}), words, digest) != []
 
 
 def test_ids_are_unique_even_if_two_names_end_alike() -> None:

@@ -57,6 +57,10 @@ def _joined(spec: ClusterSpec) -> ClusterSpec:
 def controller(
     given: dict[str, Any],
     config: o.Config = None,
+    take_over: Annotated[
+        bool,
+        typer.Option("--take-over", help="Although another controller of the cluster acts, with other models."),
+    ] = False,
     config_stdin: Annotated[bool, typer.Option("--config-stdin", hidden=True)] = False,
     parent: Annotated[int, typer.Option("--parent", hidden=True)] = 0,
 ) -> None:
@@ -72,7 +76,7 @@ def controller(
     spec, file = _joined(_spec(given, config)), None
     if path is not None:
         file = SpecFile(path, content, spec, lambda: _joined(build_spec(given, config)), check_spec)
-    run_controller(spec, file)
+    run_controller(spec, file, take_over=take_over)
 
 
 @app.command()

@@ -24,7 +24,7 @@ from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.planner import Planner
 from headrace_cluster.core.rank_config import RankReport
 from headrace_cluster.core.wanted import usable_spec, wanted_replicas
-from headrace_cluster.core.words import Words
+from headrace_cluster.core.words import UsedSpec, Words
 from headrace_cluster.errors import AdoptionError
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_proto import replica_pb2
@@ -37,6 +37,7 @@ CALL_SECONDS = 5.0  # for a rank to answer
 STOP_SECONDS = 5.0  # for the engine of a rank to stop in order
 CLEANUP_SECONDS = 1.0  # the same of a build that failed: one may be stopped and not reply
 FIRST_SECONDS = 15.0  # for the ranks of an earlier controller to report, before anything is decided
+LOST_SECONDS = 60.0  # from the start of a new record, in which routers receive from replicas of a lost one
 SEEN_SECONDS = 1.0  # for the effect of a step to be seen, until it is made again
 REPEAT = Backoff(0.2, 10.0)  # until a step that failed is made again
 
@@ -57,8 +58,12 @@ class ControlLoop:
         save: Callable[[Words], Awaitable[None]],
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
+        origin: str = "",
     ) -> None:
-        """words: the record of the cluster. secrets: fingerprints of those that are valid now. save: of the record."""
+        """words: the record of the cluster. secrets: fingerprints of those that are valid now. save: of the record.
+
+        origin: of the spec, for people.
+        """
         self.spec = spec
         self.effective = spec  # with the words of operators
         self.unused_words: list[str] = []  # a sentence about each that does not fit to the spec any more
@@ -71,6 +76,8 @@ class ControlLoop:
         self._watch_health = watch_health
         self._save = save
         self._jitter = jitter
+        self._origin = origin
+        self._new_until = -math.inf  # no earlier controller has left a record: one may have been lost
         self.health: dict[ReplicaName, replica_pb2.ReplicaHealth] = {}  # the last message of each build
         self._health_at: dict[ReplicaName, float] = {}
         self._routers_seen: list[tuple[ReplicaName, int]] = []  # by the two builds that have most
@@ -111,6 +118,9 @@ class ControlLoop:
         """Begins to act, by what the record says now."""
         self.rethink()
         self._turned_at = self.clock()
+        if not self.words.created:
+            self._new_until = self.clock() + LOST_SECONDS
+        self._find_lost_record()
         self.words.created = self.words.created or int(time.time())
         works = (self._turns(), self._keep_looking(), self._keep_saving())
         self._tasks = [asyncio.create_task(work) for work in works]
@@ -130,6 +140,7 @@ class ControlLoop:
 
     def rethink(self) -> None:
         """The spec, or the words of operators, have changed."""
+        self.words.spec = UsedSpec([model.model_dump(mode="json") for model in self.spec.models], self._origin)
         self.effective, self.unused_words = usable_spec(self.spec, self.words)
         self.driver.spec = self.effective
         wanted = {} if self._stopping else wanted_replicas(self.effective, self.words, self.driver.digest)
@@ -142,6 +153,10 @@ class ControlLoop:
             self._reported.clear()
             await self._reported.wait()
 
+    def forget_saved(self) -> None:
+        """The store has lost the record: it is kept again."""
+        self._saved = b""
+
     async def save(self) -> None:
         """Keeps the record, if it has changed. Raises what the store raises."""
         async with self._save_lock:
@@ -149,6 +164,19 @@ class ControlLoop:
             if encoded != self._saved:
                 await self._save(self.words)
                 self._saved = encoded
+
+    def _find_lost_record(self) -> None:
+        """Replicas that no controller of this record has built: what operators said before is lost with another one."""
+        builds, newest, now = self.planner.builds, self.words.generations, self.clock()
+        if now > self._new_until or self.words.lost:
+            return
+        found = any(not build.made_here and not build.foreign for build in builds.values())
+        for name in self._membership.router_reports.received(now):
+            starts = name in builds and builds[name].state in (State.PENDING, State.STARTING)
+            found |= starts or name.generation > newest.get(name.replica_id, 0)
+        if found:
+            self.words.lost = int(time.time())
+            log.warning("the record of an earlier controller is lost; the spec alone counts")
 
     async def _keep_saving(self) -> None:
         while True:
@@ -254,6 +282,7 @@ class ControlLoop:
             log.warning("the controller was paused", seconds=round(pause, 1))
             self.planner.resume(pause, now)
         self._count_routers(now)
+        self._find_lost_record()
         for action in self.planner.actions(now):
             self._begin(action, now)
         self._watch_builds()

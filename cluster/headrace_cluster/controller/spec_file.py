@@ -23,7 +23,7 @@ class SpecFile:
 
         check: of the models before they are used; returns the spec with commits of the Hub.
         """
-        self._path = path
+        self.path = path
         self._written = spec
         self._build = build
         self._check = check
@@ -33,7 +33,7 @@ class SpecFile:
 
     def reread(self) -> tuple[ClusterSpec, ClusterSpec] | None:
         """The spec as it is written now, and with commits; None while nothing is to change. It blocks."""
-        content = digest(self._path)
+        content = digest(self.path)
         if content == self._content:
             return None
         try:
@@ -46,12 +46,12 @@ class SpecFile:
         except Exception as error:
             if isinstance(error, SpecError):
                 self._content = content  # it is read again when it has changed; after other errors, without that
-            self.problem = f"the spec file {self._path} is not used, and what it had before stays: {error}"
+            self.problem = f"the spec file {self.path} is not used, and what it had before stays: {error}"
             self.refused = True
             return None
         self._content, self.problem, self.refused = content, "", False
         if rest:
-            self.problem = f"{', '.join(rest)} of the spec file {self._path}: a change takes effect with the next start"
+            self.problem = f"{', '.join(rest)} of the spec file {self.path}: a change takes effect with the next start"
         return written, checked
 
     def _differs(self, found: ClusterSpec, name: str) -> bool:

@@ -34,6 +34,11 @@ class RouterReports:
         fresh = (entry for entry in self._reports.items() if now - entry[1][0] <= FRESH_SECONDS)
         return {router_id for router_id, (_, received) in fresh if any(received.values())}
 
+    def received(self, now: float) -> set[ReplicaName]:
+        """The builds that any router receives from."""
+        fresh = (received for at, received in self._reports.values() if now - at <= FRESH_SECONDS)
+        return {name for received in fresh for name, heard in received.items() if heard}
+
     def receives(self, name: ReplicaName, now: float) -> bool | None:
         """Whether any router receives from this build; None if no router has it on its list now."""
         fresh = (received for at, received in self._reports.values() if now - at <= FRESH_SECONDS)

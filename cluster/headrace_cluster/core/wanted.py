@@ -88,6 +88,22 @@ def differences(before: Sequence[ModelSpec], after: Sequence[ModelSpec]) -> list
     return sorted(found)
 
 
+def lost_to(spec: ClusterSpec, words: Words, digest: Digest) -> list[str]:
+    """What replicas of the spec in the record would end or be built again with `spec`, a line each; empty: none."""
+    if words.spec is None:
+        return []
+    try:
+        models = tuple(ModelSpec.model_validate(data) for data in words.spec.models)
+    except ValidationError:
+        return ["its models are those of another version of Headrace"]
+    before, after = (usable_spec(each, words)[0] for each in (spec.model_copy(update={"models": models}), spec))
+    kept = {name: each.digest for name, each in wanted_replicas(after, words, digest).items()}
+    replicas = wanted_replicas(before, words, digest).items()
+    lost = sorted({each.model.name for name, each in replicas if kept.get(name) != each.digest})
+    named = ([model for model in each.models if model.name in lost] for each in (before, after))
+    return differences(*named) or [f"{name}: its replicas are built again" for name in lost]
+
+
 def _text(value: object) -> str:
     return "none" if value is None else msgspec.json.encode(value).decode()
 

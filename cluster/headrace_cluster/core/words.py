@@ -33,6 +33,13 @@ class Changed(msgspec.Struct, frozen=True):
     spec: Any  # its value in the spec at that time
 
 
+class UsedSpec(msgspec.Struct, frozen=True):
+    """The models of the spec that a controller uses."""
+
+    models: list[dict[str, Any]]
+    origin: str  # its process and its file, for people
+
+
 class Words(msgspec.Struct, kw_only=True):
     """The record of one cluster, changed in place by its one controller. Dictionaries are by replica id."""
 
@@ -46,10 +53,12 @@ class Words(msgspec.Struct, kw_only=True):
     models: Changed | None = None  # all of them, as data; its `spec` is their digest
     settings: dict[str, dict[str, Changed]] = {}  # by model and key
     scales: dict[str, Changed] = {}  # numbers of replicas, by 'MODEL' or 'MODEL.POOL'
+    spec: UsedSpec | None = None
+    lost: int = 0  # unix seconds: when it was found that an earlier record is gone; 0 = it is not
 
     def update(self, newer: "Words") -> None:
         """What the controller before has written since this was read."""
-        self.created, self.served = newer.created, newer.served
+        self.created, self.served, self.lost = newer.created, newer.served, newer.lost
         self.drained, self.roles, self.rolls = newer.drained, newer.roles, newer.rolls
         self.models, self.settings, self.scales = newer.models, newer.settings, newer.scales
         for replica_id, generation in newer.generations.items():

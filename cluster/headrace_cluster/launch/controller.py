@@ -37,14 +37,22 @@ log = structlog.get_logger(__name__)
 SHOW_SECONDS = 0.5  # between two looks at what is to be shown
 
 
-def run_controller(spec: ClusterSpec, file: SpecFile | None = None, replica_class: str = REPLICA_CLASS) -> NoReturn:
+def run_controller(
+    spec: ClusterSpec,
+    file: SpecFile | None = None,
+    replica_class: str = REPLICA_CLASS,
+    *,
+    take_over: bool = False,
+) -> NoReturn:
     """Runs in the Ray at `ray.address` until a signal ends this process, or an operator the cluster; ends the process.
+
+    take_over: see Controller.
 
     However it ends, replicas and streams go on, and the next controller goes on with them. Raises SpecError.
     """
     status = 1
     try:
-        stopped = _control(spec, file, replica_class)
+        stopped = _control(spec, file, replica_class, take_over)
         goes_on = f"ended; the cluster goes on: the same command takes it up, `{program_name()} stop` then ends it"
         show_message("stopped" if stopped else goes_on)
         status = 0
@@ -57,7 +65,7 @@ def run_controller(spec: ClusterSpec, file: SpecFile | None = None, replica_clas
     os._exit(status)  # without Ray's exit handlers, which may wait for a GCS
 
 
-def _control(spec: ClusterSpec, file: SpecFile | None, replica_class: str) -> bool:
+def _control(spec: ClusterSpec, file: SpecFile | None, replica_class: str, take_over: bool) -> bool:
     """Whether an operator has ended the cluster. Raises HeadraceError."""
     use_log_format(spec.logs.format)
     began = time.monotonic()
@@ -108,6 +116,7 @@ def _control(spec: ClusterSpec, file: SpecFile | None, replica_class: str) -> bo
                 replica_class=replica_class,
                 spec_file=file,
                 check=check_spec,
+                take_over=take_over,
             )
             opened = await controller.open()
             if note := attached_note(opened):

@@ -5,6 +5,7 @@ import contextlib
 import os
 from collections.abc import Awaitable, Callable
 from functools import partial
+from socket import gethostname
 from typing import Any
 
 import structlog
@@ -21,8 +22,9 @@ from headrace_cluster.controller.status import status_document, view
 from headrace_cluster.core.rank_config import NODE_HOST, REPLICA_CLASS
 from headrace_cluster.core.revisions import Revisions, kept_revisions, resolved_revisions, with_commits
 from headrace_cluster.core.view import Opened, View
+from headrace_cluster.core.wanted import lost_to
 from headrace_cluster.core.words import Lease, Words
-from headrace_cluster.errors import ControllerTakenError
+from headrace_cluster.errors import ControllerTakenError, TakeOverError
 from headrace_cluster.local import state
 from headrace_cluster.ray import connection
 from headrace_cluster.ray import names as ray_names
@@ -36,7 +38,8 @@ from headrace_router.access.key_files import KeyFiles
 from headrace_router.access.tls_files import TlsFiles
 
 SPEC_SECONDS = 2.0  # between two looks at the spec file
-LEASE_SECONDS = 1.0  # between two looks at the lease
+LEASE_SECONDS = 1.0  # between two renewals of the lease
+RENEWALS = 5  # of which none is made, for a controller not to act
 NODE_SECONDS = 5.0  # between two looks at whether this node is part of Ray; it has left when two do not find it
 
 log = structlog.get_logger(__name__)
@@ -79,9 +82,11 @@ class Controller:
         spec_file: SpecFile | None = None,
         check: Callable[[ClusterSpec], ClusterSpec] = lambda spec: spec,
         check_room: Callable[[ClusterSpec], None] = lambda spec: None,
+        take_over: bool = False,
     ) -> None:
         """log_folder: of the ranks; empty: none. supervised: a `serve` holds its ports and ends the cluster.
 
+        take_over: whatever another controller that acts has in its spec.
         spec_file: is read again when it changes. check: of models that operators apply; returns the spec with commits.
         check_room: of any change that they make; raises a HeadraceError where it is known that there is no room.
         """
@@ -90,6 +95,8 @@ class Controller:
         self._words = words
         self._admin_key = admin_key
         self._supervised = supervised
+        self._take_over = take_over
+        self._renewals = 0
         self._spec_file = spec_file
         self._check, self._check_room = check, check_room
         self._secret_file = secret_file
@@ -108,6 +115,7 @@ class Controller:
             partial(watch_health, self._member),
             lambda: secret_file.secret.fingerprints,
             lambda words: calls.run(self._record.save_words, words),
+            origin=f"process {os.getpid()} on {gethostname()}" + (f", {spec_file.path}" if spec_file else ""),
         )
         self._servers = contextlib.AsyncExitStack()  # that listen
         self._tasks: list[asyncio.Task[Any]] = []
@@ -133,6 +141,7 @@ class Controller:
                 self._servers.callback(listening.close)
         try:
             adopted, outdated = await self._loop.open()
+            await self._check_other()
             # Not before: one with a wrong secret adopts nothing, and must not end the one with the right secret.
             self._words.update(await self._calls.run(self._take_lease))
         except BaseException:
@@ -213,11 +222,35 @@ class Controller:
                 self._loop.rethink()
                 log.warning("the spec file has changed: its models are used now")
 
+    async def _check_other(self) -> None:
+        """Raises TakeOverError if another controller acts, and replicas that its spec names would end with this one."""
+        words = await self._calls.run(self._record.words)
+        lost = lost_to(self._spec, words, self._driver.digest)
+        if words.spec is None or not lost or self._take_over or not await self._another_acts():
+            return
+        raise TakeOverError(
+            f"another controller of the cluster '{self._spec.cluster}' acts ({words.spec.origin}), and this one's spec "
+            f"would end or replace what is in that one's: {'; '.join(lost)}. Nothing was changed: change the models "
+            "there, end it first, give this cluster a name of its own (--cluster NAME), or pass --take-over"
+        )
+
+    async def _another_acts(self) -> bool:
+        """Whether the lease is renewed: not by a controller that has ended, is paused, or does not reach Ray."""
+        lease = await self._calls.run(self._record.lease)
+        if lease is None:
+            return False
+        before = await self._calls.run(self._record.renewal, lease)
+        for _ in range(RENEWALS):
+            await asyncio.sleep(LEASE_SECONDS)
+            if await self._calls.run(self._record.renewal, lease) != before:
+                return True
+        return False
+
     async def _watch_lease(self) -> None:
         while not self.taken:
             await asyncio.sleep(LEASE_SECONDS)
             try:
-                await self._calls.run(self._check_lease)
+                await self._calls.run(self._renew_lease)
             except LeaseLostError:
                 self.taken = True
                 self.ended.set()
@@ -231,6 +264,17 @@ class Controller:
             )
         self._record.save_lease(self._lease)
         return self._record.words()
+
+    def _renew_lease(self) -> None:
+        found = self._record.lease()
+        if found is None:  # Ray's GCS has lost its storage, and this process has all of it
+            log.warning("the record in Ray's GCS was lost, and is written again")
+            self._record.save_lease(self._lease)
+            self._loop.forget_saved()
+        elif found.id != self._lease.id:
+            return  # the cluster has just ended
+        self._renewals += 1
+        self._record.renew(self._lease, self._renewals)
 
     def _check_lease(self) -> None:
         """Before every call: this process may have been paused while another one took over. Raises LeaseLostError."""
