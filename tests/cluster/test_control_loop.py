@@ -10,8 +10,10 @@ import pytest
 from headrace_cluster.controller import control_loop
 from headrace_cluster.controller.control_service import start_control_server
 from headrace_cluster.controller.members import member_list
+from headrace_cluster.controller.operations import DrainBody, replica_operations
 from headrace_cluster.core.backoff import Backoff
 from headrace_cluster.core.naming import ReplicaName
+from headrace_cluster.core.words import Words
 from headrace_proto import control_pb2, control_pb2_grpc, replica_pb2
 from headrace_proto.channel_options import NO_PROXY
 from headrace_proto.errors import ListenError
@@ -180,6 +182,51 @@ def test_the_next_controller_takes_up_what_runs(driver: FakeDriver, eventually: 
             assert await third.loop.open() == (1, 0)
             members, _ = member_list(third.loop.spec, 0, third.planner)
             assert sorted(bool(member.address) for member in members) == [False, True], "routers keep the other one"
+
+    asyncio.run(scenario())
+
+
+def test_a_lost_record_is_shown_until_an_operator_says_something(driver: FakeDriver, eventually: Eventually) -> None:
+    """Replicas run, and no record says what operators changed before."""
+
+    def problems(control: Controlled) -> str:
+        return " ".join(control.status()["problems"])
+
+    async def scenario() -> None:
+        first = Controlled(driver, replicas=2)
+        await first.loop.open()
+        first.loop.start()
+        await eventually(lambda: first.planner.ready)
+        assert problems(first) == ""
+        first.die()
+        second = Controlled(driver, Words(), replicas=2)
+        await second.loop.open()
+        second.loop.start()
+        assert "record in Ray's GCS was lost" in problems(second) and "drained replicas" in problems(second)
+        await eventually(lambda: second.saved)
+        second.die()
+        async with controlled(driver, second.words, replicas=2) as third:
+            assert "was lost" in problems(third), "the next controller shows it, too"
+            (drain,) = (each for each in replica_operations(third.loop, third.membership) if each.path == "/drain")
+            await drain.run(DrainBody(replica="smollm2-1", force=True))
+            assert problems(third) == ""
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("generation", "lost"), [(1, False), (7, True)])
+def test_routers_that_receive_from_unknown_replicas_show_that_a_record_was_lost(
+    driver: FakeDriver, eventually: Eventually, generation: int, lost: bool
+) -> None:
+    """Ray's head has lost its storage, and its ranks with it; routers still receive from some of them."""
+
+    async def scenario() -> None:
+        async with controlled(driver) as control:
+            await eventually(lambda: control.planner.ready)
+            heard = control_pb2.HeardReplica(replica_id="smollm2-0", generation=generation, heard=True)
+            control.membership.report(control_pb2.RouterReport(router_id="r", replicas=[heard]))
+            control.loop._find_lost_record()
+            assert bool(control.status()["problems"]) is lost
 
     asyncio.run(scenario())
 

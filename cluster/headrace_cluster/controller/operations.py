@@ -415,7 +415,9 @@ def replica_operations(
     """
     operators, profiles = Operators(loop, membership, check, check_room), Profiles(loop)
 
-    async def recorded(document: dict[str, Any]) -> dict[str, Any]:
+    async def recorded(document: dict[str, Any], *, changes: bool = True) -> dict[str, Any]:
+        if changes:
+            loop.words.lost = 0  # an operator has looked
         try:
             async with asyncio.timeout(SAVE_SECONDS):
                 await loop.save()
@@ -439,7 +441,8 @@ def replica_operations(
         return await recorded(operators.scale(body.pool, body.replicas))
 
     async def apply(body: ApplyBody) -> dict[str, Any]:
-        return await recorded(await operators.apply(body.models, dry_run=body.dry_run))
+        document = await operators.apply(body.models, dry_run=body.dry_run)
+        return await recorded(document, changes=not body.dry_run)
 
     async def undrain(body: UndrainBody) -> dict[str, Any]:
         return await recorded(operators.undrain(body.replica))

@@ -1,6 +1,7 @@
 """What a controller shows: the document of `headrace status --json`, the view of `serve`, the result of a profile."""
 
 import math
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from headrace_cluster.core.planner import Planner
 from headrace_cluster.core.rank_config import ProfileOutcome, Stage
 from headrace_cluster.core.view import BUILT_AGAIN, ReplicaProgress, RouterPlace, View
 from headrace_cluster.core.wanted import differences
+from headrace_cluster.core.words import Words
 from headrace_cluster.program import program_name
 from headrace_proto import control_pb2, replica_pb2
 
@@ -31,10 +33,22 @@ def status_document(loop: ControlLoop, membership: Membership) -> dict[str, Any]
         "problems": [
             *(build.foreign for build in planner.builds.values() if build.foreign),
             *loop.unused_words,
+            *_lost_record(loop.words),
             *loop.retries.problems,
             *unreached.values(),
         ],
     }
+
+
+def _lost_record(words: Words) -> list[str]:
+    if not words.lost:
+        return []
+    found, program = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(words.lost)), program_name()
+    return [
+        f"the cluster's record in Ray's GCS was lost (found at {found}): what operators changed before (drained "
+        "replicas, roles, numbers of replicas, applied models, settings) does not count any more, the spec alone does; "
+        f"repeat what is to count with `{program} drain`, `role`, `scale`, `apply` or `rollout --set`"
+    ]
 
 
 def view(loop: ControlLoop, membership: Membership, *, stop_requested: bool) -> View:

@@ -133,6 +133,8 @@ class ControlSchedule:
             self.world.run(self.world.now + 1.0)
         if missing:
             self.world.fail(f"{missing} after {RECOVERY_SECONDS:.0f} s without faults")
+        if any(controller.words.lost for controller in self.cluster.controllers):
+            self.world.fail("a record that is there was taken for lost")
         killed_at = self.replica_faults.killed_at
         if self._family == 4 and killed_at and self.world.now - killed_at > REPLACED_SECONDS:
             self.world.fail(f"the replica that was lost is replaced only after {REPLACED_SECONDS:.0f} s")
