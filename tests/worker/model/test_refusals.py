@@ -44,6 +44,8 @@ def folder(path: Path, **fields: Any) -> Path:
         ({"model_type": "t5"}, "no causal language model for 't5'"),
         ({"model_type": "nonsense"}, "'nonsense', which transformers .* does not support"),
         (TINY, "has no model_type"),
+        ({"auto_map": OWN_CODE}, "own Python code .* not run: pass --trust-remote-code"),
+        (LLAMA | {"layer_types": [["attention"]] * 3}, "Layer 0 of this llama model is"),
         ({"model_type": "own", "auto_map": OWN_CODE}, "own Python code .* not run: pass --trust-remote-code"),
         (LLAMA | {"layer_types": ["full_attention", "mamba", "mamba"]}, "Layer 1 of this llama model is 'mamba'"),
         ({"model_type": "mamba2"}, "family mamba2 are not served: they keep recurrent state"),

@@ -42,7 +42,7 @@ _ENCODERS = (
     "bert bert-generation camembert data2vec-text electra ernie roberta roberta-prelayernorm roc_bert xlm-roberta "
     "xlm-roberta-xl xmod"
 )
-_LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}  # attention: full_attention in older files
+_LAYER_TYPES = ("full_attention", "sliding_attention", "attention")  # attention: full_attention in older files
 _PARTS = ("text_config", "vision_config", "audio_config")
 _SIZES = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "sliding_window")
 _ROPE_KINDS = {"default", "linear", "llama3", "longrope", "proportional", "yarn"}
@@ -51,23 +51,23 @@ _OLD_ROPE_KINDS = {"su": "longrope", "mrope": "default"}
 
 def check_config_file(name: str, fields: dict[str, Any], *, trust_remote_code: bool) -> None:
     """Checks the fields of config.json of the model `name`. Raises ModelUnsupportedError."""
-    family, own_code = fields.get("model_type"), isinstance(fields.get("auto_map"), dict)
+    family, own_code = fields.get("model_type", ""), isinstance(fields.get("auto_map"), dict)
     known = known_families()
-    if not isinstance(family, str):
+    if not isinstance(family, str) or not (family or own_code):
         raise ModelUnsupportedError(
             f"config.json of {name!r} has no model_type: it is not the config of a language model for transformers."
         )
     if known and family not in known and not (own_code and trust_remote_code):
         if own_code:
             raise ModelUnsupportedError(
-                f"The model {name!r} ({family[:80]}) has its own Python code (auto_map in its config.json), which is "
-                "not run: pass --trust-remote-code (in a spec: trust_remote_code: true) if you trust its authors."
+                f"The model {name!r} has its own Python code (auto_map in its config.json), which is not run: pass "
+                "--trust-remote-code (in a spec: trust_remote_code: true) if you trust its authors."
             )
         raise ModelUnsupportedError(
             f"config.json of {name!r} has the model_type {family[:80]!r}, which transformers {version('transformers')} "
             "does not support: serve a model of a supported architecture."
         )
-    check_config(SimpleNamespace(**{"auto_map": None} | fields), known_code=not (own_code and trust_remote_code))
+    check_config(SimpleNamespace(**fields | {"model_type": family}), known_code=not (own_code and trust_remote_code))
 
 
 def check_config(config: Any, *, known_code: bool = True) -> None:
