@@ -44,10 +44,12 @@ def _reasoning_of(tools: ToolFamily) -> ReasoningFamily:
     return next((row for row in REASONING if set(row.names) & set(tools.names)), THOUGHTS["think"])
 
 
-def _events(syntax: Syntax, text: str, sizes: list[int], *, thinking: bool = False, tools: Any = None) -> list[Event]:
+def _events(
+    syntax: Syntax, text: str, sizes: list[int], *, thinking: bool = False, tools: Any = None, whole: bool = False
+) -> list[Event]:
     """Of an answer that arrives in groups of tokens of these sizes."""
     offered = {tool.name: tool.schema for tool in OFFERED} if tools is None else tools
-    parser = AnswerParser(syntax, offered, thinking=thinking)
+    parser = AnswerParser(syntax, offered, thinking=thinking, whole=whole)
     if not syntax.chars:
         groups = [[*group] for group in _grouped(text, sizes)]
         found = [event for group in groups for event in parser.push("".join(group))]
@@ -156,13 +158,61 @@ def test_reasoning_and_text_before_calls(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_call_that_is_cut_off_has_no_end(name: str) -> None:
-    row = FAMILIES[name]
-    text = _written(row, ("get_weather", {"city": "Zürich", "n": 3}))
-    for end in range(len(text)):
-        found = _summary(_events(_syntax(row, None, as_tokens=False), text[:end], [1] * 2000))
-        assert all(whole == (arguments == {"city": "Zürich", "n": 3}) for _, arguments, whole in found["calls"])
-        assert "get_weather" not in found["text"] or name in ("llama3_json", "llama4_pythonic")  # no markers
+def test_a_call_that_is_cut_off_is_text_where_it_was_not_sent(name: str) -> None:
+    row, given = FAMILIES[name], {"city": "Zürich", "n": 3}
+    text, syntax = _written(row, ("get_weather", given)), _syntax(row, None, as_tokens=False)
+    noise = _spelled(row.wrapper[0]).strip() if row.noise else ""
+    for cut in (text[:end] for end in range(1, len(text))):
+        streamed, found = (_summary(_events(syntax, cut, [1] * 500, whole=whole)) for whole in (False, True))
+        assert all(ended == (arguments == given) for _, arguments, ended in streamed["calls"])
+        if found["calls"]:
+            assert streamed["calls"] == found["calls"] == [("get_weather", given, True)]
+        elif streamed["calls"]:
+            assert cut in (found["text"], noise + found["text"])
+        else:
+            assert streamed == found and found["text"] in cut
+
+
+SECOND = '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("name", "broken", "after", "sent", "unsent"),
+    [
+        ("hermes", '<tool_call>\n{"name": "f", "arguments": {"a": 1\n</tool_call>', SECOND, '{"a": 1\n', ""),
+        ("hermes", '<tool_call>\n{"name": "f", "arguments": {"a": 1\n', "", '{"a": 1\n', ""),
+        ("hermes", '<tool_call>\n{"arguments": {"a": 1}, "name": 5}\n</tool_call>', SECOND, None, ""),
+        (
+            "kimi_k2",
+            '<|tool_call_begin|>f:0<|tool_call_argument_begin|>{"a": 1<|tool_call_end|>',
+            "Bye.",
+            '{"a": 1',
+            "",
+        ),
+        ("mistral", '[TOOL_CALLS]f[ARGS]{"a": [1}', "", '{"a": [1}', ""),
+        ("granite", '<|tool_call|>[{"name": "f", "arguments": {"a": [1]', "", '{"a": [1]', ""),
+        ("gemma4", "<|tool_call>call:f{a:[1,2", "", '{"a":[1,', "2"),
+        ("qwen3_coder", "<function=f>\n<parameter=a>\n1\n</parameter>\nBye.", "", '{"a": ', "\n1\n</parameter>\nBye."),
+        ("glm45", "<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value>", "", '{"a": ', "1</arg_value>"),
+        ("llama4_pythonic", "[f(a=[1)]", "", None, ""),
+        ("llama3_json", '{"name": "f", "parameters": {"a": ', "", '{"a": ', ""),
+    ],
+)
+def test_no_text_of_a_call_that_cannot_be_read_is_lost(
+    name: str, broken: str, after: str, sent: str | None, unsent: str
+) -> None:
+    """sent: the arguments that a stream had when the call broke off; None = it was text from the beginning."""
+    syntax, tools = _syntax(FAMILIES[name], None), {tool: dict[str, Any]() for tool in "fg"}
+    following: list[Any] = [("g", {}, True)] if after == SECOND else []
+    text = "" if after == SECOND else after
+    for sizes in ([], [1] * 500):
+        whole = _summary(_events(syntax, broken + after, sizes, tools=tools, whole=True))
+        assert whole == {"text": broken + text, "reasoning": "", "calls": following}
+        streamed = _summary(_events(syntax, broken + after, sizes, tools=tools))
+        if sent is None:
+            assert streamed == whole
+        else:
+            assert streamed == {"text": unsent + text, "reasoning": "", "calls": [("f", sent, False), *following]}
 
 
 @pytest.mark.parametrize("name", THOUGHTS)

@@ -3,14 +3,13 @@
 The tokenizers of the models are not at hand: here each marker of a family is one token, and other characters are bytes.
 """
 
-from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
 from canitoolcall import checks, chunking, fixtures, results
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from headrace_router.answer.events import Args, CallEnd, CallStart, Event, Reasoning, Text
+from headrace_router.answer.events import Args, CallStart, Event, Reasoning, Text
 from headrace_router.answer.families import REASONING, TOOLS
 from headrace_router.answer.parser import AnswerParser, Syntax
 from headrace_router.text.detokenize import TokenTable
@@ -70,35 +69,29 @@ def _syntax(tools: str, reasoning: str, names: tuple[str, ...]) -> Syntax:
     )
 
 
-def _result(events: list[Event], results: Any, *, streamed: bool) -> Any:
-    """As a client has it; a whole answer lists complete calls alone."""
-    calls: list[list[Any]] = []
+def _result(events: list[Event], results: Any) -> Any:
+    """As a client has it."""
+    calls: list[list[str]] = []
     for event in events:
         if isinstance(event, CallStart):
-            calls.append([event.name, "", False])
+            calls.append([event.name, ""])
         elif isinstance(event, Args):
             calls[-1][1] += event.text
-        elif isinstance(event, CallEnd):
-            calls[-1][2] = True
     return results.ParseResult(
         content="".join(event.text for event in events if isinstance(event, Text)) or None,
         reasoning_content="".join(event.text for event in events if isinstance(event, Reasoning)) or None,
-        tool_calls=tuple(
-            results.ParsedToolCall(name=name, arguments_raw=arguments)
-            for name, arguments, complete in calls
-            if complete or streamed
-        ),
+        tool_calls=tuple(results.ParsedToolCall(name=name, arguments_raw=arguments) for name, arguments in calls),
     )
 
 
-def _parsed(make: Callable[[], AnswerParser], table: TokenTable, ids: list[int], sizes: list[int]) -> list[Event]:
-    """Of tokens that arrive in groups of these sizes."""
-    parser, place, found = make(), 0, []
+def _parsed(table: TokenTable, ids: list[int], cut: bool, parser: AnswerParser, sizes: list[int]) -> list[Event]:
+    """Of tokens that arrive in groups of these sizes. cut: by max_tokens."""
+    place, found = 0, []
     stream = table.stream((), parser.syntax.chars)
     for size in sizes:
         found += parser.push(stream.push(ids[place : place + size]))
         place += size
-    return [*found, *parser.finish()]
+    return [*found, *parser.finish(cut=cut)]
 
 
 def test_recorded_outputs() -> None:
@@ -119,13 +112,13 @@ def test_recorded_outputs() -> None:
             ids = tokenizer.encode(case.raw_output, add_special_tokens=False).ids
 
             make = partial(AnswerParser, syntax, schemas, thinking=syntax.begins_in_reasoning(prompt or ""))
-            parsed = partial(_parsed, make, table, ids)
+            parsed = partial(_parsed, table, ids, case.truncated)
             mask = [token_id in special for token_id in ids]
             streams = {
-                strategy.id: _result(parsed(chunking.group_sizes(len(ids), strategy, mask)), results, streamed=True)
+                strategy.id: _result(parsed(make(), chunking.group_sizes(len(ids), strategy, mask)), results)
                 for strategy in chunking.DEFAULT_STRATEGIES
             }
-            whole = _result(parsed([len(ids)]), results, streamed=False)
+            whole = _result(parsed(make(whole=True), [len(ids)]), results)
             rows = checks.run_checks(case, family, results.Observation(nonstream=whole, streams=streams))
             status = checks.case_status(rows).value
             counted[status] += 1

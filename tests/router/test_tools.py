@@ -195,10 +195,43 @@ def test_the_field_of_reasoning_is_a_setting(harness: Any, make_replica: Any) ->
     _post(harness, messages=[*MESSAGES, {"role": "assistant", "content": "a", "reasoning": "b"}, *MESSAGES])
 
 
-def test_a_call_that_is_cut_off_is_none(harness: Any, make_replica: Any) -> None:
+def _streamed(harness: Any, **fields: Any) -> tuple[str, str, str]:
+    """The text, the arguments of the first call and the reason for the end of a streamed answer."""
+    client = openai.OpenAI(base_url=harness.url + "/v1", api_key="none", max_retries=0)
+    choices = [chunk.choices[0] for chunk in client.chat.completions.create(**_body(**fields), stream=True)]
+    calls = [part for choice in choices for part in choice.delta.tool_calls or ()]
+    arguments = "".join((part.function and part.function.arguments) or "" for part in calls)
+    (reason,) = [choice.finish_reason for choice in choices if choice.finish_reason]
+    return "".join(choice.delta.content or "" for choice in choices), arguments, reason
+
+
+def test_a_call_that_is_cut_off_is_text_in_a_whole_answer(harness: Any, make_replica: Any) -> None:
     _start(harness, make_replica)
-    choice = _post(harness, max_tokens=60)["choices"][0]
+    choice = _post(harness, max_tokens=95)["choices"][0]
     assert choice["finish_reason"] == "length" and "tool_calls" not in choice["message"]
+    begin = choice["message"]["content"]
+    assert begin.startswith('Let me look.\n<tool_call>\n{"name": "get_weather", "arguments": {"ci') and begin in ANSWER
+    text, arguments, reason = _streamed(harness, max_tokens=95)
+    assert (text, reason) == ("Let me look.", "length") and begin.endswith(arguments) and arguments
+
+
+@pytest.mark.parametrize(
+    ("reply", "text", "arguments", "reason"),
+    [
+        ('Hm.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "x"', "Hm.", '{"city": "x"', "tool_calls"),
+        ('<tool_call>\n{"nome": "get_weather", "arguments": {"city": "x"', None, "", "stop"),
+        ('<tool_call>\n{"nome": "get_weather", "arguments": {"city": "x"}}', None, "", "stop"),
+    ],
+)
+def test_a_malformed_call_loses_no_text(
+    harness: Any, make_replica: Any, reply: str, text: str | None, arguments: str, reason: str
+) -> None:
+    """text, arguments, reason: of the stream; the whole answer is the text that the model wrote."""
+    _start(harness, make_replica, reply=reply)
+    choice = _post(harness)["choices"][0]
+    assert choice["finish_reason"] == "stop" and "tool_calls" not in choice["message"]
+    assert choice["message"]["content"] == reply
+    assert _streamed(harness) == (reply if text is None else text, arguments, reason)
 
 
 @pytest.mark.parametrize(

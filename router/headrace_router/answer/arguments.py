@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import regex
 
 from headrace_router.answer.events import Args, CallEnd, CallStart, Event
+from headrace_router.answer.families import FIRST_MARKER
 
 
 class State(Enum):
@@ -17,18 +18,23 @@ class State(Enum):
 
     READING = 0
     DONE = 1  # the calls are complete
-    FAILED = 2  # it was no call: no event was made of it, and all of it is in `rest`
+    FAILED = 2  # it was no call, or it cannot be completed
 
 
 class Reader(Protocol):
-    """Reads from where a call begins. rest: what is not read yet. certain: whether an event was made."""
+    """Reads from where a call begins. rest: what is not read yet."""
 
     state: State
     rest: str
-    certain: bool
 
     def feed(self, text: str) -> Iterator[Event]:
         """text: what was left, and what was added to it."""
+
+    def unfinished(self) -> str:
+        """The text that was read of a call that has not ended."""
+
+    def unsent(self) -> str:
+        """The end of `unfinished` that no event contains."""
 
 
 class End:
@@ -36,16 +42,20 @@ class End:
 
     def __init__(self, quotes: str = '"', depth: int = 0) -> None:
         """quotes: what a string may be in. depth: brackets that are open already."""
-        self._outside = regex.compile(rf"[{{}}\[\]()\\{quotes}]")
+        self._outside = regex.compile(rf"[{{}}\[\]()\\{quotes}\U000f0000-\U000f00ff]")
         self._depth = depth
         self._quote = ""  # of the string that is open
+        self.broken = False  # a marker is in the value, outside of its strings
         self._place = 0  # in the text, up to which it was read
 
     def find(self, text: str) -> int:
-        """Where the value ends, -1 if it goes on. text: all of it that has arrived."""
+        """Where the value ends, or where a marker breaks it off; -1 if it goes on. text: all of it that has arrived."""
         while found := (_IN_STRING[self._quote] if self._quote else self._outside).search(text, self._place):
             self._place = found.end()
             char = found[0]
+            if not self._quote and char >= chr(FIRST_MARKER):
+                self.broken = True
+                return found.start()
             if char == "\\":
                 self._place += 1
             elif char == self._quote:
@@ -74,6 +84,22 @@ class _Base:
         self.state = State.READING
         self.rest = ""
         self.certain = False
+        self._read: list[str] = []
+        self._unsent: list[str] = []
+
+    def unfinished(self) -> str:
+        """See Reader."""
+        return "".join(self._read)
+
+    def unsent(self) -> str:
+        """See Reader."""
+        return "".join(self._unsent)
+
+    def _take(self, end: int) -> str:
+        """Reads so much text of the call."""
+        part, self.rest = self.rest[:end], self.rest[end:]
+        self._read.append(part)
+        return part
 
 
 class JsonReader(_Base):
@@ -89,11 +115,13 @@ class JsonReader(_Base):
         if not self.certain:
             self.certain = True
             yield CallStart(self._name)
+        self.rest = text
         end = self._end.find_next(text)
-        part, self.rest = (text, "") if end < 0 else (text[:end], text[end:])
-        if part:
+        if part := self._take(len(text) if end < 0 else end):
             yield Args(part)
-        if end >= 0:
+        if self._end.broken:
+            self.state = State.FAILED
+        elif end >= 0:
             self.state = State.DONE
             yield CallEnd()
 
@@ -140,8 +168,7 @@ class ObjectsReader(_Base):
         if found is None:
             self._fail()
         elif not found.partial:
-            self._array = found["array"] or ""
-            self.rest = self.rest[found.end() :]
+            self._array = self._take(found.end())
             self._step = self._object
         yield from ()
 
@@ -159,7 +186,7 @@ class ObjectsReader(_Base):
                 self._fail()
                 return
             self.certain = True
-            self.rest = self.rest[found.end() :]
+            self._take(found.end())
             self._end = End()
             self._step = self._arguments
             yield CallStart(name or "")
@@ -167,11 +194,12 @@ class ObjectsReader(_Base):
         end = self._end.find(self.rest)
         if end < 0:
             return
-        call = _call(self.rest[:end])
+        call = None if self._end.broken else _call(self.rest[:end])
         if call is None or not self._is_tool(call[0]):
             self._fail()
             return
         self.certain = True
+        self._read.clear()
         self.rest = self.rest[end:]
         self._step = self._between
         yield CallStart(call[0])
@@ -180,10 +208,12 @@ class ObjectsReader(_Base):
 
     def _arguments(self) -> Iterator[Event]:
         end = self._end.find_next(self.rest)
-        part, self.rest = (self.rest, "") if end < 0 else (self.rest[:end], self.rest[end:])
-        if part:
+        if part := self._take(len(self.rest) if end < 0 else end):
             yield Args(part)
-        if end >= 0:
+        if self._end.broken:
+            self.state = State.FAILED
+        elif end >= 0:
+            self._read.clear()
             self._step = self._tail
             yield CallEnd()
 
@@ -214,7 +244,6 @@ class ObjectsReader(_Base):
         return name is not None and (self._names is None or name in self._names)
 
     def _fail(self) -> None:
-        self.rest = self._array + self.rest if not self.certain else self.rest
         self.state = State.DONE if self.certain else State.FAILED
 
 
@@ -278,13 +307,15 @@ class TaggedReader(_Base):
         while self.state is State.READING:
             value = self._value
             found = (self._key_or_end if value is None else self._close).search(self.rest, partial=True)
-            end = len(self.rest) if found is None else found.start()
-            if value is not None and (part := value.add(self.rest[:end])):
+            before = self._take(len(self.rest) if found is None else found.start())
+            if value is not None and (part := value.add(before)):
                 yield Args(part)
-            self.rest = self.rest[end:]
+            else:
+                self._unsent.append(before)
             if found is None or found.partial:
                 return
-            self.rest = self.rest[len(found[0]) :]
+            self._take(len(found[0]))
+            self._unsent.clear()
             if value is not None:
                 self._value = None
                 yield Args(value.finish())
@@ -420,8 +451,9 @@ class PythonReader(_Base):
             end = self._end.find(self.rest[start:])
             if end < 0:
                 return
-            end, self._end = start + end, None
-            given = _python(self.rest[found.end() : end - 1])
+            broken, self._end = self._end.broken, None
+            end += start
+            given = None if broken else _python(self.rest[start : end - 1])
             if given is None:
                 self._fail()
                 return
@@ -473,22 +505,26 @@ class GemmaReader(_Base):
         if self.state is State.DONE:
             yield CallEnd()
 
+    def unsent(self) -> str:
+        """See Reader."""
+        return self._word
+
     def _next(self) -> str | None:
         """The next part as JSON; None if more text is needed."""
         found = (self._quote if self._in_string else self._part).search(self.rest, partial=True)
         end = len(self.rest) if found is None else found.start()
-        before, self.rest = self.rest[:end], self.rest[end:]
+        before = self._take(end)
         if self._in_string:
             shown = json.dumps(before, ensure_ascii=False)[1:-1]
             if found is None or found.partial:
                 return shown or None
-            self.rest = self.rest[len(found[0]) :]
+            self._take(len(found[0]))
             self._in_string = False
             return shown + '"'
         self._word += before
         if found is None or found.partial:
             return None
-        self.rest = self.rest[len(found[0]) :]
+        self._take(len(found[0]))
         if found["quote"]:
             self._in_string, self._word = True, ""
             return '"'
@@ -503,6 +539,3 @@ class GemmaReader(_Base):
             if not self._depth:
                 self.state = State.DONE
         return (_typed(word, set()) if word else "") + sign
-
-
-FAILED, DONE = State.FAILED, State.DONE

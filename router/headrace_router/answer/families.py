@@ -2,8 +2,8 @@
 
 Patterns are regular expressions in which ⟦…⟧ surrounds a marker. Where the model's vocabulary has the marker as a token
 of its own, only this token matches; else its text does. In the answer such a token is one private character, from
-U+F0000 on, which no name contains. All repetitions are bounded: text that may become a marker is matched again with
-each token. The names of rows are those of vLLM's parsers, so that its users find theirs.
+`FIRST_MARKER` on, which no name contains. All repetitions are bounded: text that may become a marker is matched again
+with each token. The names of rows are those of vLLM's parsers, so that its users find theirs.
 """
 
 from collections.abc import Iterator
@@ -12,6 +12,7 @@ from enum import Enum, auto
 
 import regex
 
+FIRST_MARKER = 0xF0000  # the private character of the first marker
 MARKER = regex.compile("⟦(.+?)⟧")
 QUOTE = '<|"|>'  # of Form.GEMMA
 

@@ -21,9 +21,18 @@ from headrace_router.answer.arguments import (
     TaggedReader,
 )
 from headrace_router.answer.events import Args, CallEnd, Event, Reasoning, Text, merged
-from headrace_router.answer.families import MARKER, QUOTE, REASONING, TOOLS, Form, ReasoningFamily, ToolFamily, markers
+from headrace_router.answer.families import (
+    FIRST_MARKER,
+    MARKER,
+    QUOTE,
+    REASONING,
+    TOOLS,
+    Form,
+    ReasoningFamily,
+    ToolFamily,
+    markers,
+)
 
-FIRST_TOKEN = 0xF0000  # the private character of the first marker
 NOTHING = r"(?!)"
 _LETTERS = string.ascii_letters + string.digits
 
@@ -43,9 +52,9 @@ class Syntax:
         self.reasoning = reasoning
         self.special = {marker: token_id for marker, token_id in (tokens or {}).items() if token_id in special}
         found = sorted({marker for marker in markers() if marker in (tokens or {})})
-        self.chars = {(tokens or {})[marker]: chr(FIRST_TOKEN + place) for place, marker in enumerate(found)}
-        self._char_of = {marker: chr(FIRST_TOKEN + place) for place, marker in enumerate(found)}
-        self._spelled = {FIRST_TOKEN + place: marker for place, marker in enumerate(found)}
+        self.chars = {(tokens or {})[marker]: chr(FIRST_MARKER + place) for place, marker in enumerate(found)}
+        self._char_of = {marker: chr(FIRST_MARKER + place) for place, marker in enumerate(found)}
+        self._spelled = {FIRST_MARKER + place: marker for place, marker in enumerate(found)}
         self._shown = {char: "" if marker in self.special else marker for char, marker in self._spelled.items()}
         plain = {
             "think": reasoning.open if reasoning else NOTHING,
@@ -147,17 +156,29 @@ class AnswerParser:
     """The state of one answer."""
 
     def __init__(
-        self, syntax: Syntax, tools: Mapping[str, Mapping[str, Any]] | None, *, thinking: bool, one_call: bool = False
+        self,
+        syntax: Syntax,
+        tools: Mapping[str, Mapping[str, Any]] | None,
+        *,
+        thinking: bool,
+        one_call: bool = False,
+        whole: bool = False,
     ) -> None:
         """tools: the JSON Schema of the parameters of each; without it, calls are text. thinking: whether the prompt
-        ends inside of the reasoning. one_call: the answer ends with the first call.
+        ends inside of the reasoning. one_call: the answer ends with the first call. whole: the answer is not streamed,
+        so that a call that does not end is text; in a stream only what was not passed on of it is, unless it is cut.
         """
         self.syntax = syntax
         self._tools = tools
         self._one_call = one_call
+        self._whole = whole
         self._buffer = ""
         self._reader: Reader | None = None
-        self._opening = ""  # what began the call that is not certain yet
+        self._opening = ""  # what began the calls, until the first of them has ended
+        self._call: list[Event] = []  # of the call that has not ended, where the answer is whole
+        self._begun = False  # a call has not ended of which events were passed on
+        self._cut = False
+        self._was_text = False  # what began like a call was text, so what ends it is, too
         self._at_start = tools is not None
         self._thinking = thinking
         self._dropping = False
@@ -167,6 +188,7 @@ class AnswerParser:
         self._text = syntax.text if tools is None else syntax.text_with_calls
         self._thoughts = syntax.thinking if tools is None else syntax.thinking_with_calls
         self.calls = 0  # complete ones
+        self._has_call = False  # events of a call were passed on
 
     @property
     def full(self) -> bool:
@@ -185,15 +207,16 @@ class AnswerParser:
         self._buffer += text
         return self._run(final=False)
 
-    def finish(self) -> list[Event]:
-        """The events of what was held back, at the end of the answer."""
+    def finish(self, *, cut: bool = False) -> list[Event]:
+        """The events of what was held back, at the end of the answer. cut: by the limit of its tokens."""
+        self._cut = cut
         return self._run(final=True)
 
     def _run(self, final: bool) -> list[Event]:
         events: list[Event] = []
         while self._step(events, final) and not self.full:
             pass
-        if final and self._space and not self.calls and not self._thinking:
+        if final and self._space and not self._has_call and not self._thinking:
             events.append(Text(self._space))
             self._space = ""
         return merged(events)
@@ -221,14 +244,14 @@ class AnswerParser:
         self._buffer = self._buffer[end:]
         if found is None or found.partial:
             return False
-        self._take(found)
+        self._take(events, found)
         return True
 
     def _is_cut_off(self, place: int) -> bool:
         """Whether what is held from here on began a call, or what belongs to calls."""
         return self.calls > 0 or self.syntax.marker.search(self._buffer, place) is not None
 
-    def _take(self, found: "regex.Match[str]") -> None:
+    def _take(self, events: list[Event], found: "regex.Match[str]") -> None:
         """Of a match at the start of the buffer."""
         self._space = self._space_before or self._space
         self._space_before = self._space
@@ -245,10 +268,14 @@ class AnswerParser:
             self._trims = True
         elif _has(found, "dropped"):
             self._dropping = True
+        elif self._was_text:
+            self._show(events, found[0])
+            self._was_text = False
 
     def _begin_call(self, found: "regex.Match[str]", *, known: bool) -> None:
         """known: it is a call only if there is a tool of this name."""
         self._opening = found[0]
+        self._was_text = False
         self._buffer = self._buffer[len(found[0]) :]
         self._reader = self._reader_of(found, known)
 
@@ -271,18 +298,30 @@ class AnswerParser:
         for event in reader.feed(self._buffer):
             if isinstance(event, Args):
                 event = Args(self.syntax.spelled(event.text))
-            events.append(event)
-            self.calls += isinstance(event, CallEnd)
+            self._call.append(event)
+            ended = isinstance(event, CallEnd)
+            if ended or not self._whole:
+                events += self._call
+                self._call.clear()
+                self._begun, self._has_call = not ended, True
+            if ended:
+                self.calls += 1
+                self._opening = ""
             if self.full:
                 return False
         self._buffer = reader.rest
-        if final and not reader.certain and not self.syntax.marker.search(self._opening):
-            reader.state = State.FAILED
-        if reader.state is State.FAILED:
-            self._show(events, self._opening)
-        if reader.state is not State.READING:
-            self._reader = None
-        return reader.state is not State.READING
+        if reader.state is State.READING and not final:
+            return False
+        if reader.state is not State.DONE:
+            self._was_text = not self._begun
+            text = reader.unsent() if self._begun else self._opening + reader.unfinished()
+            if reader.state is State.READING:
+                text, self._buffer = text + self._buffer, ""
+            if not (self._begun and self._cut):
+                self._show(events, text)
+        self._call.clear()
+        self._reader, self._begun = None, False
+        return True
 
     def _show(self, events: list[Event], text: str) -> None:
         """Text outside of calls."""

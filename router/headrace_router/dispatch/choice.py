@@ -35,7 +35,6 @@ class CallPart:
     ident: str = ""
     name: str = ""
     arguments: str = ""
-    complete: bool = False
 
 
 @dataclass(slots=True)
@@ -51,7 +50,6 @@ class ParsedParts:
         for index, part in later.calls.items():
             known = self.calls.setdefault(index, CallPart(index, part.ident, part.name))
             known.arguments += part.arguments
-            known.complete = part.complete
 
 
 @dataclass(slots=True)
@@ -192,8 +190,8 @@ class Choice:
 
     def _end(self, update: ChoiceUpdate, reason: str) -> None:
         if self._parser is not None:
-            self._add(update, self._parser.syntax, self._parser.finish())
-            if reason == STOP and self._parser.calls:
+            self._add(update, self._parser.syntax, self._parser.finish(cut=reason == LENGTH))
+            if reason == STOP and self._calls:
                 reason = TOOL_CALLS
         self.finish_reason = update.finish_reason = reason
 
@@ -217,12 +215,9 @@ class Choice:
                 ident = call_id(syntax, event.name, self._calls_before + self._calls)
                 parsed.calls[self._calls] = CallPart(self._calls, ident, event.name)
                 self._calls += 1
-            else:
+            elif isinstance(event, Args):
                 part = parsed.calls.setdefault(self._calls - 1, CallPart(self._calls - 1))
-                if isinstance(event, Args):
-                    part.arguments += event.text
-                else:
-                    part.complete = True
+                part.arguments += event.text
 
     def _release(self, update: ChoiceUpdate, *, everything: bool) -> None:
         """Adds the tokens whose text has become visible, at least in part, to the update."""

@@ -51,12 +51,15 @@ class Preparer:
         self._grammars = AnswerGrammars(limits, pool)
 
     async def prepare(
-        self, body: ChatBody | CompletionBody, tenant: Tenant, label: str, session: str = ""
+        self, body: ChatBody | CompletionBody, tenant: Tenant, label: str, session: str = "", *, whole: bool = False
     ) -> GenerationRequest:
-        """label: for logs. session: for placement. Raises ApiError; nothing was sent to a replica yet."""
+        """label: for logs. session: for placement. whole: the answer is not streamed.
+
+        Raises ApiError; nothing was sent to a replica yet.
+        """
         constraint, field = grammar_of(body, self._limits.grammar_bytes)
         if isinstance(body, ChatBody):
-            request, form, used, thinking = await self._chat(body, tenant, label)
+            request, form, used, thinking = await self._chat(body, tenant, label, whole)
             grammar = await self._grammars.of_chat(request.card, form, tenant, used, constraint, field, thinking)
         else:
             request = await self._completion(body, tenant, label)
@@ -71,7 +74,7 @@ class Preparer:
         return request
 
     async def _chat(
-        self, body: ChatBody, tenant: Tenant, label: str
+        self, body: ChatBody, tenant: Tenant, label: str, whole: bool
     ) -> tuple[GenerationRequest, ChatForm, ToolUse | None, bool]:
         """The request, the form of the chat, its tools, and whether its answer begins inside of the reasoning."""
         limits = self._limits
@@ -119,6 +122,7 @@ class Preparer:
                     used.schemas if used is not None and calls else None,
                     thinking=thinking,
                     one_call=used is not None and (used.one_call or not form.template.takes_several_calls),
+                    whole=whole,
                 ),
             )
         return request, form, used, thinking

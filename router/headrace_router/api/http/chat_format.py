@@ -111,8 +111,7 @@ class ChatFormat:
         parsed = update.parsed or ParsedParts()
         if parsed.reasoning and self._reasoning_field:
             message[self._reasoning_field] = "".join(parsed.reasoning)
-        # A call that was cut off is none: its arguments are no JSON, or not all of them.
-        if calls := [part for part in parsed.calls.values() if part.complete]:
+        if parsed.calls:
             message["content"] = update.text or None
             message["tool_calls"] = [
                 {
@@ -120,7 +119,7 @@ class ChatFormat:
                     "type": "function",
                     "function": {"name": part.name, "arguments": part.arguments},
                 }
-                for part in calls
+                for part in parsed.calls.values()
             ]
         yield b'{"index":%d,"message":%b,"logprobs":' % (update.index, line_json(message))
         yield from self._entries(update) if self._logprobs else (b"null",)

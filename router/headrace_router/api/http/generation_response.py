@@ -136,7 +136,9 @@ class GenerationResponse(Response):
         services = self._services
         async with services.admission.admit(self._tenant, count_choices(self._body)):
             account.enter(Cause.TOKENIZER, time.monotonic())
-            request = await services.preparer.prepare(self._body, self._tenant, self._label, self._session)
+            request = await services.preparer.prepare(
+                self._body, self._tenant, self._label, self._session, whole=not self._body.stream
+            )
             self._share.release()
             async with services.run_request(request, account) as running:
                 response_format = self._make_format(running, answer_id, int(time.time()))
