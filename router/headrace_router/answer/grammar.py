@@ -39,19 +39,20 @@ def schema_grammar(schema: Any) -> str:
     """Of a JSON Schema, or its text. Raises ValueError."""
     if isinstance(schema, str):
         try:
-            schema = json.loads(schema)
+            schema = json.loads(schema, parse_constant=_refuse)
         except (ValueError, RecursionError):
             raise ValueError("it is no JSON text, or its nesting is too deep") from None
-    if not isinstance(schema, dict | bool):
-        raise ValueError("a JSON Schema is an object")
-    grammar: str = LLMatcher.grammar_from_json_schema(json.dumps(prepared_schema(schema)), overrides=_OPTIONS)
-    return grammar
-
-
-def prepared_schema(schema: Any) -> Any:
-    """As a part of a grammar, with the options of all of them. Raises ValueError."""
     if not isinstance(schema, dict):
-        return schema
+        raise ValueError("it must be an object; {} allows any JSON value")
+    return json.dumps({"grammars": [{"json_schema": prepared_schema(schema)}]})
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(name)
+
+
+def prepared_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    """As a part of a grammar, with the options of all of them. Raises ValueError."""
     _check_depth(schema)
     schema = _without_annotations(schema)
     return {**(schema if _combines(schema) else _closed(schema)), "x-guidance": _OPTIONS}
@@ -164,7 +165,7 @@ class GrammarCheck:
             return self._right.get(grammar, "")
 
     def check(self, grammar: str, field: str, seconds: float) -> str:
-        """Compiles it and takes its first mask; returns what replicas get for it. Slow: call off the event loop.
+        """Compiles it and tries beginnings of answers; returns what replicas get for it. Slow: call off the event loop.
 
         Raises InvalidRequestError.
 
