@@ -202,6 +202,9 @@ def _tool(schema: Any) -> dict[str, Any]:
     return {"tools": [tool], "tool_choice": "required"}
 
 
+CHOICES = "must be none, auto, required"
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "sentence"),
     [
@@ -211,6 +214,16 @@ def _tool(schema: Any) -> dict[str, Any]:
         (_format(_object({"id": {"const": BIG}})), "response_format", f"'properties.id.const' is {BIG}"),
         (_tool(_object({"id": {"enum": [BIG]}})), "", f"properties.id.enum[0]' is {BIG}"),
         (_format({"multipleOf": 0}), "response_format", "'multipleOf' is 0, and must be above 0"),
+        (_format(True), "response_format.json_schema.schema", "must be an object"),
+        (_format([1, 2]), "response_format.json_schema.schema", "must be an object"),
+        ({"response_format": {"type": "json_object", "schema": True}}, "response_format.schema", "must be an object"),
+        ({"guided_json": False}, "guided_json", "must be an object"),
+        ({"guided_json": "true"}, "guided_json", "must be an object; {} allows any JSON value."),
+        ({"structured_outputs": {"json": "[1, 2]"}}, "structured_outputs.json", "must be an object"),
+        (_tool(True), "tools[0].function.parameters", "must be an object"),
+        ({"tools": _tool({})["tools"], "tool_choice": "any"}, "tool_choice", CHOICES),
+        ({"tools": _tool({})["tools"], "tool_choice": {"type": "any"}}, "tool_choice", CHOICES),
+        ({"tools": _tool({})["tools"], "tool_choice": ["f"]}, "tool_choice", CHOICES),
     ],
 )
 def test_what_cannot_be_followed_reaches_no_replica(
@@ -227,3 +240,12 @@ def test_what_cannot_be_followed_reaches_no_replica(
         assert sentence in error["message"] and (error["param"] == param or (not param and "tools" in error["param"]))
         streamed = client.post("/v1/chat/completions", json=body | {"stream": True})
         assert streamed.status_code == 400 and streamed.json()["error"]["message"] == error["message"]
+
+
+def test_schemas_that_are_true_or_false_are_followed_in_others(harness: Any, make_replica: Any) -> None:
+    harness.start([make_replica(max_model_len=4096)])
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
+    schema = _object({"any": True, "none": False}, "any")
+    with harness.client() as client:
+        for fields in (_format(schema), _tool(schema), _format({})):
+            client.post("/v1/chat/completions", json=body | fields).raise_for_status()

@@ -67,7 +67,7 @@ class JsonSchemaFormat(_Body):
 
     name: Annotated[StrictStr, Field(max_length=512, description="a label")] | None = None
     description: StrictStr | None = Field(default=None, description="a label")
-    schema_: dict[str, Any] | StrictBool | None = Field(default=None, alias="schema")
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
     strict: StrictBool | None = None
 
 
@@ -221,11 +221,13 @@ class ToolChoice(_Body):
 
 
 def _tool_choice(value: Any) -> Any:
-    if isinstance(value, str) and value not in ("none", "auto", "required"):
-        raise ValueError(
-            "it must be none, auto, required, or {'type': 'function', 'function': {'name': …}} for one of the tools"
-        )
-    return value
+    called = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
+    if value in ("none", "auto", "required") or (isinstance(called, dict) and isinstance(called.get("name"), str)):
+        return value
+    raise ValueError(
+        "it must be none, auto, required (a call of any tool), or {'type': 'function', 'function': {'name': …}} for "
+        "one of the tools"
+    )
 
 
 ToolChoiceInput = Annotated[Literal["none", "auto", "required"] | ToolChoice, BeforeValidator(_tool_choice)]

@@ -19,6 +19,8 @@ from headrace_router.validation.fields.scope import Scope
 Body = TypeVar("Body", ChatBody, CompletionBody)
 
 UNSUPPORTED_ROLES = ("function",)
+_NO_OBJECT = ("dict_type", "model_type", "model_attributes_type")  # pydantic's types of errors
+_OBJECT = "it must be an object"
 PART_KINDS = ("image_url", "input_audio", "file", "video_url", "refusal")
 
 
@@ -91,7 +93,7 @@ def _as_api_error(error: ValidationError, kind: type[BaseModel]) -> InvalidReque
     param = _path(first["loc"])
     if first["type"] == "missing":
         return MissingParameterError(f"'{param}' is required.", param=param)
-    text = first["msg"][:300]
+    text = _OBJECT if first["type"] in _NO_OBJECT else first["msg"].removeprefix("Value error, ")[:300]
     return InvalidValueError(f"'{param[:100]}' is not valid: {text[:1].lower()}{text[1:]}.", param=param)
 
 

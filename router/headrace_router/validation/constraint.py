@@ -27,7 +27,7 @@ def grammar_of(body: RequestOptions, most: int) -> tuple[str, str]:
         try:
             return make(value), field
         except ValueError as error:
-            raise InvalidRequestError(f"'{field}' is not valid: {str(error)[:200]}", param=field) from None
+            raise InvalidRequestError(f"'{field}' is not valid: {str(error)[:200]}.", param=field) from None
     return "", ""
 
 
