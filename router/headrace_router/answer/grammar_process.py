@@ -141,7 +141,7 @@ class Trial:
         for start in (match.end() for match in re.finditer(r"%json\s*(?=\{)", lark)):
             try:
                 schema, end = json.JSONDecoder().raw_decode(lark, start)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue  # the library refuses it, unless it is in a text
             if start >= place:
                 found += lark[place:start] + json.dumps(checked_schema(schema, self._tokenizer))
