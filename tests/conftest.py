@@ -162,7 +162,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Generator[None, p
     return report
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def need_tool() -> Callable[[str, str], str]:
     """need_tool(name, how to install it): its path; without it the test skips, and with CI=1 it fails."""
 

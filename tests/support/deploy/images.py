@@ -91,6 +91,7 @@ class Container:
     def __init__(self, image: str) -> None:
         self.name = buildah("from", image)
         self.root = buildah("mount", self.name)
+        self._mark = f"HEADRACE_TEST_CONTAINER={self.name}"
         self._running: list[subprocess.Popen[str]] = []
 
     def run(self, *command: str) -> str:
@@ -99,7 +100,7 @@ class Container:
 
     def start(self, *command: str, log: Path) -> "subprocess.Popen[str]":
         """Starts a command as the image's user; what it prints is in `log`."""
-        line = ["buildah", "run", "--network", "host", "--user", USER, self.name, "--", *command]
+        line = ["buildah", "run", "--network", "host", "--user", USER, "--env", self._mark, self.name, "--", *command]
         with log.open("w") as file:
             process = subprocess.Popen(
                 line, env=os.environ | _ENVIRONMENT, stdout=file, stderr=subprocess.STDOUT, text=True,
@@ -123,11 +124,11 @@ class Container:
         buildah("rm", self.name)
 
     def _processes(self) -> list[int]:
-        """Whose root is the container's."""
+        """Those that were started in the container, and their children, by a variable of their environment."""
         found = []
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
-                if entry.name.isdecimal() and os.readlink(entry / "root") == self.root:
+                if entry.name.isdecimal() and self._mark.encode() in (entry / "environ").read_bytes().split(b"\0"):
                     found.append(int(entry.name))
         return found
 
