@@ -212,7 +212,7 @@ CHOICES = "must be none, auto, required"
         (_tool(_score("^score$")), "", "'patternProperties' has no name"),
         (_format(_with_a(_object({"n": A}, "n"))), "response_format", "'#/$defs/a' requires itself"),
         (_format(_object({"id": {"const": BIG}})), "response_format", f"'properties.id.const' is {BIG}"),
-        (_tool(_object({"id": {"enum": [BIG]}})), "", f"properties.id.enum[0]' is {BIG}"),
+        (_tool(_object({"id": {"enum": [BIG]}})), "", f"enum[0]' is {BIG}"),
         (_format({"multipleOf": 0}), "response_format", "'multipleOf' is 0, and must be above 0"),
         (_format(True), "response_format.json_schema.schema", "must be an object"),
         (_format([1, 2]), "response_format.json_schema.schema", "must be an object"),
