@@ -3,16 +3,20 @@
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
     MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
 from headrace_kernels.reference.noise import gumbel_noise
+from headrace_worker.core.guide import NOTHING_ALLOWED
 from headrace_worker.core.plan import RowInit, RowSampling
 from headrace_worker.device.cpu import CpuDevice
 from headrace_worker.sampler import SampleOutput, Sampler, truncation
@@ -107,6 +111,90 @@ def test_bias_and_min_tokens() -> None:
     assert [int(b.draw(logits, [0]).tokens) for _ in range(4)] == [50, 50, 7, 7]
     b.start(1, [1], outputs=[50], temperature=0.0, min_tokens=2, stop_token_ids=(7,))
     assert [int(b.draw(logits, [1]).tokens) == 7 for _ in range(3)] == [False, True, True]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_bad_words_are_those_of_transformers(temperature: float) -> None:
+    """Of six tokens, so that beginnings occur often; each row alone and beside the others, with outputs of before.
+
+    The processor reads outputs alone, after a token that is in no word: it takes words for absent that are as long as
+    what it reads, and one more.
+    """
+    vocab, none = 7, 6
+    rng = random.Random(3)
+    words = [tuple(word for word in _random_words(rng, none) if len(word) > 1 or word[0] < 2) for _ in range(8)]
+    together, alone = Bench(vocab), Bench(vocab)
+    outputs: list[list[int]] = [[rng.randrange(none) for _ in range(row)] for row in range(8)]
+    for row in range(8):
+        for bench in (together, alone):
+            bench.start(row, [1, 2, 3], outputs[row], temperature=temperature, seed=row, bad_words=words[row])
+    excluded = 0
+    for step in range(40):
+        logits = logits_for(8, vocab, seed=step, spread=1.0)
+        logits[:, none] = float("-inf")
+        expected = logits.clone()
+        for row in range(8):
+            processor = NoBadWordsLogitsProcessor([list(word) for word in words[row]])
+            expected[row] = processor(torch.tensor([[none, *outputs[row]]]), logits[row : row + 1])[0]
+            excluded += int((expected[row] != logits[row]).sum())
+        drawn = together.draw(logits, list(range(8))).tokens.tolist()
+        for row in range(8):
+            assert torch.isfinite(expected[row, drawn[row]]), (step, row)
+            if not temperature:
+                assert drawn[row] == expected[row].argmax().item()
+            assert int(alone.draw(logits[row : row + 1], [row]).tokens) == drawn[row]
+            outputs[row].append(drawn[row])
+    assert excluded > 400
+    again = Bench(vocab)
+    again.start(0, [1, 2, 3], outputs[7][:-1], temperature=temperature, seed=7, bad_words=words[7])
+    assert int(again.draw(logits[7:], [0]).tokens) == outputs[7][-1]  # as after preemption or migration
+
+
+def test_a_prompt_may_end_with_the_beginning_of_a_bad_word() -> None:
+    b = Bench(VOCAB)
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 7], logits[0, 8] = 9.0, 8.0
+    b.start(0, [5, 7], temperature=0.0, bad_words=((7, 7), (7, 8, 7), (400, 7)))
+    assert [int(b.draw(logits, [0]).tokens) for _ in range(5)] == [7, 8, 8, 7, 8]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_allowed_tokens_are_those_of_transformers(temperature: float) -> None:
+    rng = random.Random(5)
+    allowed = [rng.sample(range(VOCAB), 1 + 40 * (row % 4)) if row % 3 else [] for row in range(9)]
+    together, alone = Bench(VOCAB), Bench(VOCAB)
+    for row in range(9):
+        for bench in (together, alone):
+            options: dict[str, Any] = dict(temperature=temperature, logit_bias=((5, 90.0),), logprobs=2)
+            bench.start(row, [1, 2], seed=row, allowed_token_ids=tuple(allowed[row]), **options)
+    for step in range(8):
+        logits = logits_for(9, seed=step)
+        result = together.draw(logits, list(range(9))).to_result(step)
+        for row, token in enumerate(result.tokens):
+            ids = allowed[row] or list(range(VOCAB))
+            biased = logits[row : row + 1].clone()
+            biased[0, 5] += 90
+            expected = PrefixConstrainedLogitsProcessor(lambda _, __, ids=ids: ids, 1)(torch.zeros(1, 1), biased)  # type: ignore[misc]
+            assert torch.isfinite(expected[0, token])
+            if not temperature:
+                assert token == expected.argmax().item()
+            assert alone.draw(logits[row : row + 1], [row]).to_result(step).tokens == [token]
+            assert result.logprobs[row].top_ids == logits[row].topk(2).indices.tolist()
+    assert not result.failed
+
+
+def test_a_mask_and_allowed_tokens_both_hold_and_a_row_without_a_token_fails_alone() -> None:
+    b = Bench(VOCAB)
+    logits = logits_for(4)
+    mask = np.array([0b1110], np.int32)
+    b.start(0, [1], temperature=0.0, allowed_token_ids=(2, 40))
+    b.start(1, [1], allowed_token_ids=(40,))
+    b.start(2, [1], allowed_token_ids=(7, 8), min_tokens=1, stop_token_ids=(7,), bad_words=((8,),))
+    b.start(3, [1], temperature=0.0)
+    masks = {1: mask, 0: mask}
+    result = b.sampler.sample(logits.clone(), [0, 1, 2, 3], [1] * 4, b.tokens, masks).to_result(0)
+    assert (result.tokens[0], result.tokens[3]) == (2, int(logits[3].argmax()))
+    assert result.failed == {1: NOTHING_ALLOWED, 2: NOTHING_ALLOWED} and not result.not_finite
 
 
 @pytest.mark.parametrize(
@@ -239,7 +327,14 @@ def _random_options(rng: random.Random) -> dict[str, Any]:
         stop_token_ids=tuple(rng.sample(range(VOCAB), 3)),
         logit_bias=maybe(tuple((t, rng.uniform(-5, 5)) for t in rng.sample(range(VOCAB), 4)), ()),
         logprobs=maybe(rng.randrange(6), None),
+        bad_words=maybe(_random_words(rng, VOCAB), ()),
+        allowed_token_ids=maybe(tuple(rng.sample(range(VOCAB), 40)), ()),
     )
+
+
+def _random_words(rng: random.Random, vocab: int) -> tuple[tuple[int, ...], ...]:
+    """Sequences of one to four tokens; some end with the same token."""
+    return tuple(tuple(rng.randrange(vocab) for _ in range(rng.choice([1, 2, 2, 3, 4]))) for _ in range(12))
 
 
 def test_each_row_alone_equals_itself_in_a_batch_of_64() -> None:

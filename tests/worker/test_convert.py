@@ -27,11 +27,14 @@ def test_each_option_arrives() -> None:
         "min_tokens": 3,
         "logprobs": 0,
     }
-    options = pb.Sampling(**sent, logit_bias={9: -1.5, 4: 2.0})  # type: ignore[arg-type]
+    words = [pb.TokenSequence(ids=[7]), pb.TokenSequence(ids=[8, 9])]
+    options = pb.Sampling(**sent, logit_bias={9: -1.5, 4: 2.0}, allowed_token_ids=[3, 1], bad_words=words)  # type: ignore[arg-type]
     assert to_sampling(options, (5, 6), 100) == RowSampling(
         **sent,  # type: ignore[arg-type]
         stop_token_ids=(5, 6),
         logit_bias=((4, 2.0), (9, -1.5)),
+        allowed_token_ids=(3, 1),
+        bad_words=((7,), (8, 9)),
     )
 
 

@@ -92,27 +92,44 @@ def test_tenants_with_equal_loads_get_equal_tokens() -> None:
     assert 0.7 < computed[b"long"] / computed[b"short"] < 1.5
 
 
-def test_an_urgent_priority_goes_before_a_tenants_share() -> None:
+def test_priorities_order_the_requests_of_a_tenant_and_no_others() -> None:
+    """The most urgent ones of a flood do not delay the least urgent one of another tenant."""
     bench = make_bench(max_num_seqs=1)
     first = make(bench, FLOOD, 1, 8)
     bench.engine.submit(first)
     bench.engine.step()
-    for tenant, priority in ((FLOOD, 0), (OTHER, 5), (FLOOD, 1), (OTHER, 1)):
-        bench.engine.submit(make(bench, tenant, priority, 8, priority=priority))
+    for priority in (-3, -9, 7, -5):
+        bench.engine.submit(make(bench, FLOOD, priority + 20, 8, priority=priority))
+    for priority in (5, 1):
+        bench.engine.submit(make(bench, OTHER, priority, 8, priority=priority))
     order: list[int] = []
     while bench.engine.has_work:
         bench.engine.step()
         order += [request.priority for request in bench.scheduler.running if request is not first]
-    assert list(dict.fromkeys(order)) == [0, 1, 5]
+    ended = list(dict.fromkeys(order))
+    assert [one for one in ended if one in (1, 5)] == [1, 5]
+    assert [one for one in ended if one not in (1, 5)] == [-9, -5, -3, 7]
+    assert ended.index(1) <= 1 and ended.index(5) <= 3
 
 
-def test_a_request_is_not_preempted_for_a_less_urgent_one_nor_for_its_own_tenant() -> None:
+def test_the_least_urgent_request_of_the_tenant_with_most_is_preempted_whatever_its_priority() -> None:
+    bench = make_bench(max_num_seqs=3)
+    running = [make(bench, FLOOD, seed, 8, 30, priority=priority) for seed, priority in enumerate((-9, -7, -8))]
+    for request in running:
+        bench.engine.submit(request)
+    bench.engine.step()
+    other = make(bench, OTHER, 5, 8, priority=100)
+    bench.engine.submit(other)
+    bench.engine.step()
+    assert [request.preemptions for request in running] == [0, 1, 0] and other.row >= 0
+
+
+def test_a_request_is_not_preempted_for_a_more_urgent_one_of_its_own_tenant() -> None:
     bench = make_bench(max_num_seqs=2)
     for seed in range(2):
         bench.engine.submit(make(bench, FLOOD, seed, 8, 30))
     bench.engine.step()
-    bench.engine.submit(make(bench, OTHER, 5, 8, priority=1))
-    bench.engine.submit(make(bench, FLOOD, 6, 8))
+    bench.engine.submit(make(bench, FLOOD, 6, 8, priority=-5))
     for _ in range(10):
         bench.engine.step()
     assert bench.scheduler.counters.preemptions == 0

@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from headrace_worker.assembly.assemble import Assembly, assemble
 from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.core.guide import TokenGuide
@@ -91,7 +93,7 @@ class OfflineEngine:
             tokens=tokens,
             prompt_len=len(tokens),
             max_len=min(len(tokens) + prompt.max_tokens, self.assembly.max_model_len),
-            sampling=prompt.sampling,
+            sampling=msgspec.structs.replace(prompt.sampling, stop_token_ids=tuple(sorted(stop_ids))),
             stop_ids=frozenset(stop_ids),
             chain=self.assembly.kv.start_chain(prompt.tenant_salt, ""),
             arrival=time.monotonic(),

@@ -33,6 +33,9 @@ def checked_run(
     return completions
 
 
+FEW = tuple(range(3, 20))
+
+
 def varied_prompts() -> list[Prompt]:
     """Requests with different options, all in one batch."""
     sampled = RowSampling(temperature=1.0, seed=11, logprobs=3)
@@ -41,8 +44,8 @@ def varied_prompts() -> list[Prompt]:
         sampled,
         RowSampling(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, seed=2**63 + 5, choice_index=1, logprobs=0),
         RowSampling(temperature=0.0, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.7, logprobs=1),
-        RowSampling(temperature=0.6, repetition_penalty=1.2, frequency_penalty=1.0, seed=3),
-        RowSampling(temperature=0.0, logit_bias=((17, 8.0), (18, -100.0)), logprobs=5),
+        RowSampling(temperature=0.6, repetition_penalty=1.2, frequency_penalty=1.0, seed=3, allowed_token_ids=FEW),
+        RowSampling(temperature=0.0, logit_bias=((17, 8.0), (18, -100.0)), logprobs=5, bad_words=((17, 17), (9,))),
         RowSampling(temperature=1.5, seed=4, min_tokens=6, stop_token_ids=tuple(range(3, 120))),
         RowSampling(temperature=1.5, seed=5, stop_token_ids=tuple(range(3, 120))),
     ]

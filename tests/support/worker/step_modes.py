@@ -28,6 +28,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"temperature": 0.0, "logit_bias": ((26, 5.0), (19, -100.0))},
     {"temperature": 1.0, "seed": 7, "min_tokens": 6, "stop_token_ids": tuple(range(40, 160))},
     {"temperature": 1.0, "seed": 8, "stop_token_ids": tuple(range(40, 120))},
+    {"seed": 9, "allowed_token_ids": tuple(range(30, 36)), "bad_words": ((30,), (31, 32), (33, 33))},
+    {"temperature": 0.0, "bad_words": tuple((one, two) for one in range(60) for two in range(one, 60))},
 ]
 
 

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.core.plan import RowSampling
+from headrace_worker.core.request import Finish
 from headrace_worker.model.load import LoadedModel, load
 from headrace_worker.model.surgery import SurgeryPlan
 from headrace_worker.offline import Completion, OfflineEngine, Prompt
@@ -143,6 +144,40 @@ def test_after_preemption(subject: Subject) -> None:
     completions = run(engine, prompts, [60] * 16)
     assert sum(completion.preemptions for completion in completions) > 0
     assert_oracle(subject, prompts, completions)
+
+
+def test_bad_words_and_allowed_tokens_are_those_of_transformers(subject: Subject) -> None:
+    """Alone and beside thirty others: greedy decoding with transformers' own processors."""
+    engine = subject.engine()
+    prompts = subject.prompts([5, 17, 40], seed=11)
+    plain = run(engine, prompts, [12] * 3)
+    for prompt, free in zip(prompts, plain, strict=True):
+        ids = free.token_ids
+        words = [(ids[0],), (ids[1], ids[2]), (ids[4], ids[5], ids[6]), (ids[8],)]
+        allowed = sorted({*ids[::2], *range(50, 60)})
+        for options, given in (
+            ({"bad_words": tuple(words)}, {"bad_words_ids": [list(word) for word in words]}),
+            ({"allowed_token_ids": tuple(allowed)}, {"prefix_allowed_tokens_fn": lambda _, __, ids=allowed: ids}),
+        ):
+            with torch.inference_mode():
+                whole = subject.plain.generate(
+                    torch.tensor([prompt]), max_new_tokens=12, min_new_tokens=12, do_sample=False, **given
+                )
+            expected = whole[0, len(prompt) :].tolist()
+            work = Prompt(prompt, 12, RowSampling(temperature=0.0, **options), ignore_eos=True)
+            others = [Prompt(other, 9, RowSampling(seed=3), ignore_eos=True) for other in subject.prompts([9] * 15)]
+            (alone,) = engine.generate([work])
+            together = engine.generate([*others, work, *others])[len(others)]
+            assert alone.token_ids == together.token_ids == expected, given
+            assert alone.token_ids != ids
+
+
+def test_no_end_token_before_min_tokens(subject: Subject) -> None:
+    """The model's own end tokens, which the prompt does not name."""
+    (end, *_) = subject.loaded.facts.eos_token_ids
+    sampling = RowSampling(temperature=0.0, logit_bias=((end, 100.0),), min_tokens=5)
+    (found,) = subject.engine().generate([Prompt(subject.prompts([7])[0], 20, sampling)])
+    assert len(found.token_ids) == 6 and found.token_ids.index(end) == 5 and found.finish is Finish.STOP
 
 
 def check_scores(subject: Subject, prompts: list[list[int]], completions: list[Completion]) -> None:

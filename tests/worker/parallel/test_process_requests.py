@@ -46,7 +46,7 @@ class InFlight:
 def test_requests_of_all_kinds(
     tp: int, pp: int, split_replica: Callable[..., Any], on_one_rank: Callable[..., list[Completion]]
 ) -> None:
-    """Seeds, penalties, bias, minimum, stop, logprobs; preempted, then again from the cache."""
+    """Seeds, penalties, bias, words, minimum, stop, logprobs; preempted, then again from the cache."""
     work = varied_prompts()
     expected = on_one_rank(work)
     assert {completion.finish for completion in expected} <= {Finish.STOP, Finish.COMPLETE, Finish.LENGTH}

@@ -9,8 +9,8 @@ GUIDE_FAILED = (
     "the constraint of this output failed on it; send the request without the constraint, or with a simpler one"
 )
 NOTHING_ALLOWED = (
-    "the constraint of this output allows no token that the other options leave: use a smaller min_tokens, no "
-    "logit_bias, or a constraint that the vocabulary can express"
+    "its constraint, allowed_token_ids, bad_words and min_tokens together allow no token here: use a smaller "
+    "min_tokens, fewer bad_words, more allowed_token_ids, or a constraint that the vocabulary can express"
 )
 
 Mask = NDArray[np.int32]

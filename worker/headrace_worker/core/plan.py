@@ -32,6 +32,8 @@ class RowSampling(Struct, frozen=True):
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None  # None = none; n = the chosen token's and the n best
     prompt_logprobs: int | None = None  # the same for the prompt's tokens, before the first output
+    bad_words: Annotated[tuple[tuple[int, ...], ...], Meta(examples=[((0,), (0, 1))])] = ()  # not in the output
+    allowed_token_ids: Annotated[tuple[int, ...], Meta(examples=[(0,)])] = ()  # empty = all
 
 
 class RowInit(Struct, frozen=True):

@@ -20,9 +20,9 @@ class _TenantQueue:
 class WaitingQueue:
     """A priority queue per tenant. A preempted request keeps its arrival time and so is its tenant's first.
 
-    Between tenants: the more urgent priority, then the tenant that runs fewer requests, then the one that was served
-    fewer tokens (virtual token counters: Sheng et al., OSDI 2024). When a tenant begins to wait, its
-    count is raised to the lowest of the tenants that wait: it gains nothing from the time before.
+    Between tenants: the one that runs fewer requests, then the one that was served fewer tokens (virtual token
+    counters: Sheng et al., OSDI 2024). Priorities do not count there, since clients choose them. When a tenant begins
+    to wait, its count is raised to the lowest of the tenants that wait: it gains nothing from the time before.
     """
 
     def __init__(self, running: Mapping[bytes, int]) -> None:
@@ -108,7 +108,7 @@ class WaitingQueue:
         while own.heap and id(own.heap[0][3]) not in self._members:
             heappop(own.heap)
 
-    def _place(self, head: tuple[int, float, int, Request]) -> tuple[int, int, int, float, int]:
-        priority, arrival, number, request = head
+    def _place(self, head: tuple[int, float, int, Request]) -> tuple[int, int, float, int]:
+        _, arrival, number, request = head
         tenant = request.tenant_salt
-        return priority, self._running.get(tenant, 0), self._served[tenant], arrival, number
+        return self._running.get(tenant, 0), self._served[tenant], arrival, number

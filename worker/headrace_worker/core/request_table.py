@@ -41,26 +41,24 @@ class RequestTable:
         self.waiting.push(request)
 
     def in_excess(self, waiting: Request) -> Request | None:
-        """The running request to preempt for a waiting one: the latest of the tenant that runs most.
-
-        None unless the waiting one's tenant runs none and that one several, of no more urgent priority.
+        """The running request to preempt for a waiting one: the least urgent, then the latest, of the tenant that runs
+        most; None unless the waiting one's tenant runs none and that one several.
         """
         running_of = self.running_of
         most = max(running_of, key=lambda tenant: running_of[tenant], default=b"")
         if running_of[waiting.tenant_salt] or running_of[most] < 2:
             return None
-        latest = max(
+        return max(
             (request for request in self.running if request.tenant_salt == most),
             key=lambda request: (request.priority, request.arrival),
         )
-        return latest if latest.priority >= waiting.priority else None
 
     def least_urgent(self, excluded: Sequence[Request]) -> Request | None:
-        """The running request to preempt first: of lowest priority, then of the tenant that runs most, the latest."""
+        """The running request to preempt first: of the tenant that runs most, the least urgent, then the latest."""
         planned = {id(request) for request in excluded}
         return max(
             (request for request in self.running if id(request) not in planned),
-            key=lambda request: (request.priority, self.running_of[request.tenant_salt], request.arrival),
+            key=lambda request: (self.running_of[request.tenant_salt], request.priority, request.arrival),
             default=None,
         )
 

@@ -215,7 +215,7 @@ class Scheduler:
                 self._add_work(draft, request, count)
 
     def _add_work(self, draft: StepDraft, request: Request, count: int) -> None:
-        """Adds work for a running request; if blocks are short, preempts the latest arrivals, at last itself."""
+        """Adds work for a running request; if blocks are short, preempts others, at last itself."""
         table = request.table
         if table is None:
             return

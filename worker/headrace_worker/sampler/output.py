@@ -24,7 +24,7 @@ class SampleOutput:
     tokens: Tensor  # [R] int64
     finite: Tensor  # [R] bool
     logprobs: LogprobsOutput | None
-    drawable: Tensor | None = None  # [R] bool; None when no row has a mask
+    drawable: Tensor | None = None  # [R] bool; None when no row has a mask or bad words
     scores: LogprobsOutput | None = None  # of known tokens, in order
     _copy: Download = field(init=False)
 

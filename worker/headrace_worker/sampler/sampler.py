@@ -1,8 +1,9 @@
 """Samples tokens from logits.
 
-    raw logits ─▶ (kept for logprobs) ─▶ logit_bias ─▶ min_tokens ─▶ masks ─▶ penalties ─┬─▶ temperature 0: argmax
-                                               / temperature ─▶ min-p, top-k, top-p  ◀───┘
-                                                  └─▶ + noise ─▶ argmax
+    raw logits ─▶ (kept for logprobs) ─▶ logit_bias ─▶ min_tokens ─▶ bad_words ─▶ masks ─▶ penalties ─┐
+                                                                              temperature 0: argmax ◀─┤
+                                                       min-p, top-k, top-p ◀─ / temperature ◀─────────┘
+                                                         └─▶ + noise ─▶ argmax
 
 A feature that no row of the batch uses costs nothing; a row's token depends on its own logits, options and noise alone.
 """
@@ -17,6 +18,7 @@ from headrace_kernels import gumbel_argmax, row_max
 from headrace_worker.core.guide import Mask
 from headrace_worker.core.plan import RowInit
 from headrace_worker.device.rank_device import RankDevice
+from headrace_worker.sampler.bad_words import BadWordsState
 from headrace_worker.sampler.batch import SampleBatch
 from headrace_worker.sampler.bias import BiasState
 from headrace_worker.sampler.logprobs import LogprobsOutput, LogprobsState
@@ -40,11 +42,20 @@ class Sampler:
         self._keys = np.zeros(max_rows, np.int64)  # noise keys without the position
         self._bias = BiasState(vocab_size)
         self._min_tokens = MinTokensState(vocab_size)
+        self._bad_words = BadWordsState(vocab_size)
         self._masks = MaskState(vocab_size, device.torch_device)
         self._penalties = PenaltyState(vocab_size, device.torch_device)
         self._truncation = TruncationState(vocab_size)
         self._logprobs = LogprobsState(vocab_size)
-        self._features = (self._bias, self._min_tokens, self._penalties, self._truncation, self._logprobs)
+        self._features = (
+            self._bias,
+            self._min_tokens,
+            self._bad_words,
+            self._masks,
+            self._penalties,
+            self._truncation,
+            self._logprobs,
+        )
 
     def init(self, init: RowInit) -> None:
         """Reset a row to the options of a new request."""
@@ -81,12 +92,12 @@ class Sampler:
         finite = peaks.isfinite()
         raw = self._logprobs.keep_raw(batch)
         changed = [self._bias.apply(batch), self._min_tokens.apply(batch)]
-        masked = self._masks.apply(batch, masks)
-        changed += [masked, self._penalties.apply(batch)]
+        excluded = [self._bad_words.apply(batch), self._masks.apply(batch, masks)]
+        changed += [*excluded, self._penalties.apply(batch)]
         drawing = np.flatnonzero(self._temperatures[np.asarray(rows, np.int64)]).tolist()
         if any(changed) and len(drawing) < len(rows):
             best = row_max(logits)[1]
-        drawable = logits.amax(-1) > float("-inf") if masked else None
+        drawable = logits.amax(-1) > float("-inf") if any(excluded) else None
         tokens = self._draw(batch, best, drawing) if drawing else best
         logprobs = raw.finish(tokens, batch) if raw is not None else None
         return SampleOutput(self._device, tokens, finite, logprobs, drawable, scores)

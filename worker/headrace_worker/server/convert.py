@@ -36,6 +36,8 @@ _CONVERTED = {
     "logit_bias",
     "logprobs",
     "prompt_logprobs",
+    "bad_words",
+    "allowed_token_ids",
 }
 _COPIED = tuple(name for name in RowSampling.__struct_fields__ if name not in _CONVERTED)
 
@@ -71,7 +73,8 @@ def to_request(
     prompt = list(submit.prompt_token_ids)
     tokens = prompt + list(submit.output_token_ids)
     stop_ids = set(options.stop_token_ids) | (set() if options.ignore_eos else set(eos_token_ids))
-    largest = max(max(tokens), max(stop_ids, default=0), max(options.logit_bias, default=0))
+    lists = (tokens, stop_ids, options.logit_bias, options.allowed_token_ids, *(one.ids for one in options.bad_words))
+    largest = max(max(ids, default=0) for ids in lists)
     if largest >= vocab_size:
         raise InvalidSubmitError(f"token id {largest} is outside the vocabulary of {vocab_size}")
     _check_numbers(options)
@@ -119,6 +122,8 @@ def to_sampling(options: pb.Sampling, stop_ids: tuple[int, ...], vocab_size: int
         logit_bias=tuple(sorted(options.logit_bias.items())),
         logprobs=options.logprobs if options.HasField("logprobs") else None,
         prompt_logprobs=options.prompt_logprobs if options.HasField("prompt_logprobs") else None,
+        bad_words=tuple(tuple(word.ids) for word in options.bad_words if word.ids),
+        allowed_token_ids=tuple(options.allowed_token_ids),
     )
 
 
