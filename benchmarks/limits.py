@@ -401,11 +401,15 @@ def messages(router: Router) -> None:
 
 
 def options(router: Router) -> None:
-    """logit_bias_entries, stop_strings, stop_bytes, stop_token_ids, metadata_entries, label_bytes: all at once."""
+    """logit_bias_entries, stop_strings, stop_bytes, stop_token_ids, bad_words, bad_word_bytes, bad_word_tokens,
+    allowed_token_ids, metadata_entries, label_bytes: all at once.
+    """
     fields = _chat(
         logit_bias={str(index % 300): 1 for index in range(LIMITS.logit_bias_entries)},
         stop=["é" * (LIMITS.stop_bytes // 2 - 1) + str(index) for index in range(10)],
         stop_token_ids=[5] * LIMITS.stop_token_ids,
+        bad_words=[f"{index} a" for index in range(LIMITS.bad_words)],
+        allowed_token_ids=[index % 300 for index in range(LIMITS.allowed_token_ids)],
         metadata={str(index): "x" * LIMITS.label_bytes for index in range(LIMITS.metadata_entries)},
         max_tokens=1000,
     )

@@ -148,7 +148,7 @@ def test_the_file_may_be_set_by_the_environment(tmp_path: Path) -> None:
         ({"kv_cache_memory": "5XB"}, {}, "--kv-cache-memory: write an amount of memory like 2GiB, 512MiB or "),
         ({"replicas": 0}, {"HEADRACE_REPLICAS": "3"}, "--replicas: Input should be greater than or equal to 1, not 0"),
         ({}, {"HEADRACE_REPLICAS": "0"}, "HEADRACE_REPLICAS: Input should be greater than or equal to 1"),
-        ({"defaults": '{"top_p": 0}'}, {}, "--defaults: top_p: Input should be greater than 0"),
+        ({"defaults": '{"top_p": 2}'}, {}, "--defaults: top_p: Input should be less than or equal to 1"),
     ],
 )
 def test_an_error_has_the_flag_or_variable_that_was_used(flags: Any, environ: dict[str, str], sentence: str) -> None:

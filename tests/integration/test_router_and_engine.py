@@ -64,7 +64,15 @@ def test_tenants_do_not_share_cached_prompts(cluster: Any) -> None:
 SAMPLED = {"temperature": 1.0, "seed": 11, "presence_penalty": 0.5, "frequency_penalty": 0.3, "logprobs": 1}
 
 
-@pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "seeded"])
+EXCLUDING = {
+    "temperature": 1.0,
+    "seed": 12,
+    "bad_words": ["a", "bc", "!!", "x y"],
+    "allowed_token_ids": [*range(20, 60), *range(200, 280)],
+}
+
+
+@pytest.mark.parametrize("options", [{}, SAMPLED, EXCLUDING], ids=["greedy", "seeded", "excluding"])
 def test_streams_continue_after_the_end_of_their_replica(cluster: Any, options: dict[str, Any]) -> None:
     """It stops in the middle of sixteen answers: all continue on the other one with the same tokens."""
     cluster.add_replica()

@@ -157,6 +157,33 @@ def test_reasoning_and_text_before_calls(name: str) -> None:
         }
 
 
+@pytest.mark.parametrize("as_tokens", [True, False])
+@pytest.mark.parametrize("name", THOUGHTS)
+def test_tokens_of_the_reasoning_are_counted(name: str, as_tokens: bool) -> None:
+    """One letter is one token here. Other tokens without a text, such as <eos>, count where they are."""
+    row = THOUGHTS[name]
+    opening, closing = map(_spelled, row.written)
+    thought = "\nI thínk <b> </thin" + ("<eos><eos>" if as_tokens else "") + "\n"
+    text = f"{opening}{thought}{closing}{_spelled(row.answer)}<eos>Hello. {opening}{thought}"
+    syntax = _syntax(None, row, as_tokens=as_tokens)
+    ids = TOKENIZER.encode(text, add_special_tokens=False).ids if as_tokens else list(text)
+    inside = len(TOKENIZER.encode(thought, add_special_tokens=False).ids if as_tokens else thought)
+    chance = random.Random(name)
+    for most in (1, 1, 3, 9):  # tokens whose text is held back for a stop string
+        parser, stream, held, place = AnswerParser(syntax, None, thinking=False), TABLE.stream((), syntax.chars), "", 0
+        for token_id in ids:
+            piece = stream.push([token_id]) if isinstance(token_id, int) else token_id
+            place += len(piece)
+            held += piece
+            parser.end_token(place)
+            if chance.randrange(most) == 0:
+                parser.push(held)
+                held = ""
+        parser.push(held)
+        parser.finish()
+        assert parser.reasoning_tokens == 2 * inside, most
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_call_that_is_cut_off_is_text_where_it_was_not_sent(name: str) -> None:
     row, given = FAMILIES[name], {"city": "Zürich", "n": 3}

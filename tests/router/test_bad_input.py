@@ -41,7 +41,7 @@ CHAT_CORPUS: dict[str, tuple[bytes, int]] = {
     "float for int": (_with(max_tokens=1.5), 400),
     "bool for int": (_with(max_tokens=True), 400),
     "hot": (_with(temperature=2.1), 400),
-    "top_p zero": (_with(top_p=0), 400),
+    "top_p below zero": (_with(top_p=-0.1), 400),
     "surrogate": (_raw('"user":"\\ud800"'), 400),
     "duplicate key": (_raw('"n":1,"n":2'), 400),
     "depth 20000": (b'{"a":' * 20000 + b"1" + b"}" * 20000, 400),

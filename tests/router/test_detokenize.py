@@ -44,6 +44,17 @@ def test_bytes_that_are_no_characters(ids: list[int], text: str) -> None:
     assert pieces(ids) == text
 
 
+@settings(deadline=None)
+@given(st.lists(st.sampled_from([(WORD,), (LETTER,), (SPECIAL,), (0xC3, 0xA9)]), max_size=40))
+def test_special_tokens_are_shown_as_transformers_shows_them(groups: list[tuple[int, ...]]) -> None:
+    ids = [token for group in groups for token in group]
+    stream = TABLE.stream([WORD], special=True)
+    shown = "".join(stream.push([token]) for token in [*ids, LETTER])
+    whole = TOKENIZER.decode([WORD, *ids, LETTER], skip_special_tokens=False)
+    assert TOKENIZER.decode([WORD], skip_special_tokens=False) + shown == whole
+    assert shown.count("<s>") == ids.count(SPECIAL)
+
+
 def test_what_is_held_back_is_bounded() -> None:
     """Each step decodes all of it again: 4,000 such tokens took 3 s of the event loop."""
     stream = TABLE.stream([WORD])

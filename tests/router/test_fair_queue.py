@@ -64,6 +64,28 @@ def test_a_full_queue_refuses_the_tenant_that_fills_it() -> None:
     assert [queue.take() for _ in range(4)] == ["f0", "o0", "f1", None]
 
 
+def test_priorities_order_a_tenants_own_items() -> None:
+    queue: FairQueue[str] = FairQueue(1000)
+    for item, priority in (("a0", 0), ("a5", 5), ("a-1", -1), ("a0b", 0), ("a-9", -9)):
+        queue.add("a", 1, item, priority)
+    queue.add("b", 1, "b9", 9)
+    queue.add("b", 1, "b8", 8)
+    taken = [queue.take() for _ in range(7)]
+    assert [item for item in taken if item in ("b8", "b9")] == ["b8", "b9"]
+    assert [item for item in taken if item not in ("b8", "b9")] == ["a-9", "a-1", "a0", "a0b", "a5"]
+    assert max(taken.index("b8"), taken.index("b9")) <= 3, "priorities take nothing from another tenant"
+
+
+def test_a_full_queue_refuses_the_least_urgent_item_of_the_tenant_that_fills_it() -> None:
+    queue: FairQueue[str] = FairQueue(2)
+    assert [queue.add("a", 1, f"a{number}", number) for number in (3, 5)] == [None, None]
+    assert queue.add("a", 1, "a5b", 5) == "a5b"
+    assert queue.add("a", 1, "a4", 4) == "a5"
+    assert queue.add("b", 1, "b9", 9) == "a4"
+    assert queue.add("b", 1, "b0", 0) == "b9"
+    assert sorted(filter(None, (queue.take() for _ in range(3)))) == ["a3", "b0"]
+
+
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 9), st.sampled_from(["add", "take", "remove"]))))
 def test_every_item_leaves_once(steps: list[tuple[str, int, str]]) -> None:
     queue: FairQueue[tuple[str, int]] = FairQueue(5)
@@ -72,7 +94,7 @@ def test_every_item_leaves_once(steps: list[tuple[str, int, str]]) -> None:
         if action == "add":
             item = (tenant, number)
             waiting.append(item)
-            refused = queue.add(tenant, cost, item)
+            refused = queue.add(tenant, cost, item, number * 7 % 3)
             if refused is not None:
                 waiting.remove(refused)
         elif action == "take":

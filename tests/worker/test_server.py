@@ -85,6 +85,8 @@ def test_tokens_of_many_attempts_arrive_once_and_in_order(make_served: Make) -> 
         ({"prompt_token_ids": [1] * 200}, pb.FINISH_ERROR, "context"),
         ({"attempt_id": b"short"}, pb.FINISH_ERROR, "16 bytes"),
         ({"sampling": pb.Sampling(stop_token_ids=[4_000_000_000])}, pb.FINISH_ERROR, "vocabulary"),
+        ({"sampling": pb.Sampling(allowed_token_ids=[5, 2000])}, pb.FINISH_ERROR, "vocabulary"),
+        ({"sampling": pb.Sampling(bad_words=[pb.TokenSequence(ids=[2000, 5])])}, pb.FINISH_ERROR, "vocabulary"),
         ({"sampling": pb.Sampling(temperature=float("nan"))}, pb.FINISH_ERROR, "finite"),
         ({"sampling": pb.Sampling(logit_bias={3: float("inf")})}, pb.FINISH_ERROR, "finite"),
         ({"sampling": pb.Sampling(repetition_penalty=-1)}, pb.FINISH_ERROR, "negative"),

@@ -6,6 +6,7 @@ all that leaves this module.
 
 import secrets
 import string
+from collections import deque
 from collections.abc import Container, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -163,10 +164,12 @@ class AnswerParser:
         thinking: bool,
         one_call: bool = False,
         whole: bool = False,
+        special: bool = False,
     ) -> None:
         """tools: the JSON Schema of the parameters of each; without it, calls are text. thinking: whether the prompt
         ends inside of the reasoning. one_call: the answer ends with the first call. whole: the answer is not streamed,
         so that a call that does not end is text; in a stream only what was not passed on of it is, unless it is cut.
+        special: special tokens are text, except for those that mark reasoning and calls.
         """
         self.syntax = syntax
         self._tools = tools
@@ -187,6 +190,10 @@ class AnswerParser:
         self._trims = thinking  # white space before the next text is dropped
         self._text = syntax.text if tools is None else syntax.text_with_calls
         self._thoughts = syntax.thinking if tools is None else syntax.thinking_with_calls
+        self._spelled = syntax.shown if tools is None and not special else syntax.spelled
+        self._pushed = 0  # characters
+        self._ends: deque[int] = deque()  # of tokens, in characters, that are not known to be reasoning or not
+        self.reasoning_tokens = 0  # inside of the reasoning, without its marks
         self.calls = 0  # complete ones
         self._has_call = False  # events of a call were passed on
 
@@ -205,17 +212,31 @@ class AnswerParser:
         if self.full:
             return []
         self._buffer += text
+        self._pushed += len(text)
         return self._run(final=False)
 
     def finish(self, *, cut: bool = False) -> list[Event]:
         """The events of what was held back, at the end of the answer. cut: by the limit of its tokens."""
         self._cut = cut
-        return self._run(final=True)
+        events = self._run(final=True)
+        self._count_tokens(self._ends[-1] if self._ends else 0)  # after a stop string, more than was pushed
+        return events
+
+    def end_token(self, end: int) -> None:
+        """A token's text ends here, in characters of the answer; before its text is pushed."""
+        self._ends.append(end)
+
+    def _count_tokens(self, end: int) -> None:
+        """Counts the tokens until here: all of them are reasoning, or none."""
+        while self._ends and self._ends[0] <= end:
+            self._ends.popleft()
+            self.reasoning_tokens += self._thinking
 
     def _run(self, final: bool) -> list[Event]:
         events: list[Event] = []
         while self._step(events, final) and not self.full:
             pass
+        self._count_tokens(self._pushed - len(self._buffer))
         if final and self._space and not self._has_call and not self._thinking:
             events.append(Text(self._space))
             self._space = ""
@@ -255,11 +276,15 @@ class AnswerParser:
         """Of a match at the start of the buffer."""
         self._space = self._space_before or self._space
         self._space_before = self._space
+        if self._thinking:
+            self._count_tokens(self._pushed - len(self._buffer))
         if _has(found, "call"):
             self._thinking = self._dropping = False
             self._begin_call(found, known=False)
             return
         self._buffer = self._buffer[len(found[0]) :]
+        if not self._thinking:
+            self._count_tokens(self._pushed - len(self._buffer))
         if self._thinking or self._dropping:
             self._thinking = self._dropping = False
             self._space, self._trims = "", True
@@ -327,8 +352,7 @@ class AnswerParser:
         """Text outside of calls."""
         if self._dropping or not text:
             return
-        spelled = self.syntax.shown if self._tools is None else self.syntax.spelled
-        text = self._space + spelled(text)
+        text = self._space + self._spelled(text)
         if self._trims:
             text = text.lstrip()
         shown = text.rstrip()

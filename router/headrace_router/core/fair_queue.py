@@ -7,6 +7,7 @@ and pays for what it gets: not for items that are removed before.
 
 from collections import Counter, deque
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -17,10 +18,11 @@ class _Entry(Generic[T]):
     arrival: float  # virtual
     cost: float
     item: T
+    priority: int
 
 
 class FairQueue(Generic[T]):
-    """Items wait in the order in which their tenants get their equal shares; those of one tenant in order."""
+    """Items wait in the order in which their tenants get their equal shares; a tenant's own by priority and order."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -32,20 +34,25 @@ class FairQueue(Generic[T]):
     def __len__(self) -> int:
         return self._count
 
-    def add(self, tenant: str, cost: float, item: T) -> T | None:
+    def add(self, tenant: str, cost: float, item: T, priority: int = 0) -> T | None:
         """Adds an item. Returns the one that has to be refused for it, which may be the item itself.
 
-        cost: its share of what the queue waits for, in any unit. When the queue is full, the tenant with most items
-        loses its last one.
+        cost: its share of what the queue waits for, in any unit. priority: smaller ones are taken first, of the same
+        tenant. When the queue is full, the tenant with most items loses its last one.
         """
         refused: T | None = None
         if self._count >= self._capacity:
             longest = max(self._waiting, key=lambda name: len(self._waiting[name]), default=tenant)
-            if len(self._waiting.get(tenant, ())) + 1 >= len(self._waiting.get(longest, ())):
-                return item
+            own = self._waiting.get(tenant)
+            if len(own or ()) + 1 >= len(self._waiting.get(longest, ())):
+                if own is None or own[-1].priority <= priority:
+                    return item
+                longest = tenant  # this item is its last one no more
             refused = self._waiting[longest][-1].item
             self.remove(longest, refused)
-        self._waiting.setdefault(tenant, deque()).append(_Entry(self._now, cost, item))
+        waiting = self._waiting.setdefault(tenant, deque())
+        before = sum(1 for _ in takewhile(lambda entry: entry.priority > priority, reversed(waiting)))
+        waiting.insert(len(waiting) - before, _Entry(self._now, cost, item, priority))
         self._count += 1
         return refused
 

@@ -78,6 +78,10 @@ class Limits(BaseModel):
     stop_bytes: int = Field(default=1024, ge=1, description="of one stop string")
     stop_token_ids: int = Field(default=128, ge=1)
     logit_bias_entries: int = Field(default=1024, ge=1)
+    bad_words: int = Field(default=128, ge=1)
+    bad_word_bytes: int = Field(default=256, ge=1, description="of one of them")
+    bad_word_tokens: int = Field(default=2048, ge=1, description="of all of them, each alone and after a space")
+    allowed_token_ids: int = Field(default=4096, ge=1)
     top_logprobs: int = Field(default=20, ge=0)
     grammar_bytes: int = Field(
         default=64 << 10, ge=256, description="of a schema, pattern, list of choices or grammar of one request"

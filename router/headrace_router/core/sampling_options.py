@@ -41,7 +41,7 @@ class SamplingOptions(BaseModel):
     # Without an ApiDefault: the API's default length depends on the endpoint and on the prompt.
     max_tokens: TokenCount | None = Field(default=None, description="of an answer; the context bounds it too")
     temperature: Annotated[Annotated[Number, Field(ge=0, le=2)] | None, ApiDefault(1)] = None
-    top_p: Annotated[Annotated[Number, Field(gt=0, le=1)] | None, ApiDefault(1)] = None
+    top_p: Annotated[Annotated[Number, Field(ge=0, le=1, description="0 = greedy")] | None, ApiDefault(1)] = None
     top_k: Annotated[TopK | None, ApiDefault(0)] = None
     min_p: Annotated[Annotated[Number, Field(ge=0, le=1)] | None, ApiDefault(0)] = None
     repetition_penalty: Annotated[Annotated[Number, Field(gt=0, le=10)] | None, ApiDefault(1)] = None

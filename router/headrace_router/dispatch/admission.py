@@ -94,9 +94,10 @@ class Admission:
             self._fail_running.discard(fail)
 
     @asynccontextmanager
-    async def admit(self, tenant: Tenant, choices: int) -> AsyncIterator[None]:
+    async def admit(self, tenant: Tenant, choices: int, priority: int = 0) -> AsyncIterator[None]:
         """Holds the places of a request's choices while it runs. Their number may not be checked yet.
 
+        priority: of the tenant's requests that wait, the lowest is next.
         Raises QuotaError or OverloadedError, within `queue_seconds`.
         """
         choices = min(choices, self._limits.choices, self._limits.max_concurrent_requests)
@@ -108,7 +109,7 @@ class Admission:
         self._per_tenant[tenant.name] += 1
         self._admitted += 1
         try:
-            await self._acquire(tenant, choices)
+            await self._acquire(tenant, choices, priority)
             self._metrics.in_flight.set(self._running)
             try:
                 yield
@@ -122,12 +123,12 @@ class Admission:
             if not self._per_tenant[tenant.name]:
                 del self._per_tenant[tenant.name]
 
-    async def _acquire(self, tenant: Tenant, choices: int) -> None:
+    async def _acquire(self, tenant: Tenant, choices: int, priority: int) -> None:
         waiter = _Waiter(asyncio.get_running_loop().create_future(), choices)
         if self._may_enter(tenant, choices):
             self._take(tenant.name, choices)
             return
-        refused = self._waiting.add(tenant.name, choices, waiter)
+        refused = self._waiting.add(tenant.name, choices, waiter, priority)
         if refused is not None:
             _refuse(refused, OverloadedError("Too many requests are running and waiting; try again in a moment."))
         self._grant()  # it may be before the one for which places are reserved
@@ -149,7 +150,7 @@ class Admission:
             self._metrics.waiting.set(len(self._waiting))
 
     def _may_enter(self, tenant: Tenant, choices: int) -> bool:
-        """Whether a new request runs at once. Those of one tenant stay in order."""
+        """Whether a new request runs at once. Those of one tenant stay in the order of the queue."""
         heads = self._waiting.heads()
         reserved = next((w.choices for name, w in heads.items() if self._places.has_part(name, w.choices)), 0)
         return tenant.name not in heads and self._places.fits(tenant.name, choices, reserved)

@@ -96,17 +96,20 @@ class Choice:
         stop: tuple[str, ...],
         parser: AnswerParser | None = None,
         calls_before: int = 0,
+        special: bool = False,
     ) -> None:
-        """parser: where the answer is more than text. calls_before: in the chat."""
+        """parser: where the answer is more than text. calls_before: in the chat. special: special tokens are text."""
         self.request = request
         self._parser = parser
+        self._reasoner = parser if parser is not None and parser.syntax.reasoning is not None else None
         self._calls_before = calls_before
         self._calls = 0
         self.output_token_ids: list[int] = []
         self.finish_reason: str | None = None
         self.failure: ApiError | None = None
         self.prompt_logprobs: list[TokenLogprobs] | None = None  # until the next update
-        self._text = card.tokens.stream(request.prompt_token_ids, parser.syntax.chars if parser is not None else None)
+        chars = parser.syntax.chars if parser is not None else None
+        self._text = card.tokens.stream(request.prompt_token_ids, chars, special=special)
         self._stops = StopMatcher(parser.syntax.stops(stop) if parser is not None else stop)
         self._one_by_one = bool(stop) or request.sampling.HasField("logprobs")
         self._min_tokens = request.sampling.min_tokens
@@ -117,6 +120,11 @@ class Choice:
     @property
     def done(self) -> bool:
         return self.finish_reason is not None or self.failure is not None
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Of the output so far, those inside of the reasoning."""
+        return self._reasoner.reasoning_tokens if self._reasoner is not None else 0
 
     @property
     def lacks_prompt_logprobs(self) -> bool:
@@ -135,7 +143,9 @@ class Choice:
             self._consume_one_by_one(update, shown_ids, logprobs)
         else:
             self.output_token_ids.extend(shown_ids)
-            self._show(update, self._text.push(shown_ids) if shown_ids else "")
+            # Where reasoning is counted, the parser gets one token at a time.
+            for ids in (shown_ids,) if self._reasoner is None else ((token_id,) for token_id in shown_ids):
+                self._show(update, self._detokenize(ids) if ids else "")
             update.token_ids.extend(shown_ids)
         if self._parser is not None and self._parser.full and not self.done:
             self.finish_reason = update.finish_reason = TOOL_CALLS
@@ -158,8 +168,7 @@ class Choice:
         for position, token_id in enumerate(token_ids):
             self.output_token_ids.append(token_id)
             self._pending.append((token_id, logprobs[position] if logprobs else None, self._raw_length))
-            piece = self._text.push((token_id,))
-            self._raw_length += len(piece)
+            piece = self._detokenize((token_id,))
             if len(self.output_token_ids) < self._min_tokens:
                 shown = self._stops.flush() + piece
             else:
@@ -171,6 +180,13 @@ class Choice:
                 self._end(update, STOP)
                 return
             self._release(update, everything=not self._stops.holding)
+
+    def _detokenize(self, token_ids: Sequence[int]) -> str:
+        piece = self._text.push(token_ids)
+        self._raw_length += len(piece)
+        if self._reasoner is not None:
+            self._reasoner.end_token(self._raw_length)
+        return piece
 
     def _finish(self, update: ChoiceUpdate, finish: int, error: str) -> None:
         if finish == FINISH_NONE:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from headrace_proto.quantities import counted
-from headrace_proto.replica_pb2 import Sampling
+from headrace_proto.replica_pb2 import Sampling, TokenSequence
 from headrace_router.access.auth import Tenant
 from headrace_router.answer.parser import AnswerParser
 from headrace_router.core.errors import ContextLengthError, InvalidRequestError, UnsupportedError
@@ -28,8 +28,9 @@ from headrace_router.validation.tool_use import ToolUse, template_message, tools
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions, unless the model has one
 UINT64 = 1 << 64
-# Fields of a body that are sent as they are. logit_bias has other keys in JSON, and the seed may be drawn here.
-_OWN = {"logit_bias", "prompt_logprobs", "seed"}
+# Fields of a body that are sent as they are. In JSON bad words are texts and logit_bias has other keys; a seed may be
+# drawn here.
+_OWN = {"bad_words", "logit_bias", "prompt_logprobs", "seed"}
 _SENT = RequestOptions.model_fields.keys() & {*Sampling.DESCRIPTOR.fields_by_name} - _OWN
 
 
@@ -100,16 +101,17 @@ class Preparer:
             )
         self._check_stream(body)
         card = self._fleet.card(body.model)
-        sampling = self._sampling(body, card, (body.top_logprobs or 0) if body.logprobs else None)
+        sampling = await self._sampling(body, card, tenant, (body.top_logprobs or 0) if body.logprobs else None)
         hasher = PromptHasher(self._schemes(card.model, card.revision), tenant)
+        asked = body.max_completion_tokens or body.max_tokens
+        kept = self._kept(body, card, asked, None)
 
         def encode() -> tuple[Prompt, bool]:
             token_ids, thinking = card.chat(messages, options)
-            return hasher.prompt(token_ids), thinking
+            return hasher.prompt(token_ids[kept]), thinking
 
         prompt, thinking = await self._pool.run(encode, tenant.name, chars)
         form = card.form(options)
-        asked = body.max_completion_tokens or body.max_tokens
         request = self._request(body, card, [prompt], sampling, asked, None, tenant, label)
         calls = used is not None and used.offered and form.syntax.tools is not None
         if calls or form.syntax.reasoning is not None:
@@ -123,6 +125,7 @@ class Preparer:
                     thinking=thinking,
                     one_call=used is not None and (used.one_call or not form.template.takes_several_calls),
                     whole=whole,
+                    special=request.special,
                 ),
             )
         return request, form, used, thinking
@@ -139,20 +142,27 @@ class Preparer:
         self._check_labels({"user": body.user, "session_id": body.session_id})
         self._check_stream(body)
         card = self._fleet.card(body.model)
-        sampling = self._sampling(body, card, body.logprobs)
+        sampling = await self._sampling(body, card, tenant, body.logprobs)
+        _check_ids([token_id for one in ids for token_id in one], card, "prompt")
+        kept = self._kept(body, card, body.max_tokens, COMPLETION_MAX_TOKENS)
         hasher = PromptHasher(self._schemes(card.model, card.revision), tenant)
-        if texts:
-            encode = card.encoder.encode_prompt
-            prompts = await self._pool.run(lambda: [hasher.prompt(encode(text)) for text in texts], tenant.name, chars)
-        else:
-            _check_ids([token_id for one in ids for token_id in one], card, "prompt")
+        special = body.skip_special_tokens is False
+
+        def encode(given: str | list[int]) -> tuple[Prompt, str]:
+            """A prompt, and its text for an echo."""
+            whole = card.encoder.encode_prompt(given) if isinstance(given, str) else given
+            token_ids, echo = whole[kept], ""
             if body.echo:
-                decode = card.decode
-                texts = [await self._pool.run(functools.partial(decode, one), tenant.name, len(one)) for one in ids]
-            prompts = await self._pool.run(lambda: list(map(hasher.prompt, ids)), tenant.name, sum(map(len, ids)))
+                as_given = isinstance(given, str) and len(token_ids) == len(whole) and not special
+                echo = str(given) if as_given else card.decode(token_ids, special)
+            return hasher.prompt(token_ids), echo
+
+        size = chars or sum(map(len, ids))
+        encoded = await self._pool.run(lambda: [encode(given) for given in texts or ids], tenant.name, size)
+        prompts = [prompt for prompt, _ in encoded]
         request = self._request(body, card, prompts, sampling, body.max_tokens, COMPLETION_MAX_TOKENS, tenant, label)
         if body.echo:
-            return replace(request, echoes=tuple(text for text in texts for _ in range(body.n or 1)))
+            return replace(request, echoes=tuple(echo for _, echo in encoded for _ in range(body.n or 1)))
         return request
 
     def _request(
@@ -217,18 +227,38 @@ class Preparer:
                         sampling=own,
                         index=len(choices),
                         deadline_seconds=limits.request_seconds,
+                        priority=body.priority or 0,
                         blocks={} if sampling.HasField("prompt_logprobs") else prompt.blocks,
                     )
                 )
-        return GenerationRequest(card, label, choices, _stops(body.stop))
+        special = body.skip_special_tokens is False
+        return GenerationRequest(card, label, choices, _stops(body.stop), special=special)
 
-    def _sampling(self, body: ChatBody | CompletionBody, card: ModelCard, logprobs: int | None) -> Sampling:
+    def _kept(
+        self, body: ChatBody | CompletionBody, card: ModelCard, asked: int | None, api_default: int | None
+    ) -> slice:
+        """Of the tokens of a prompt. -1 leaves to the answer as many as it may have, or half of the context where these
+        are all of it.
+        """
+        count = body.truncate_prompt_tokens
+        if count == -1:
+            context = card.max_model_len
+            answer = asked or int(card.defaults.get("max_tokens", api_default or context))
+            room = max(answer if answer < context else context // 2, body.min_tokens or 0)
+            count = min(max(1, context - room), self._limits.prompt_tokens or context)
+        return slice(-count if count else None, None)
+
+    async def _sampling(
+        self, body: ChatBody | CompletionBody, card: ModelCard, tenant: Tenant, logprobs: int | None
+    ) -> Sampling:
         """Options, by name; an option that the client omitted has the model's default, else the API's."""
         limits = self._limits
         self._check_stops(body.stop)
         _at_most(len(body.stop_token_ids or ()), limits.stop_token_ids, "stop_token_ids", "token ids")
         _check_ids(body.stop_token_ids or (), card, "stop_token_ids")
         _at_most(len(body.logit_bias or ()), limits.logit_bias_entries, "logit_bias", "entries")
+        _at_most(len(body.allowed_token_ids or ()), limits.allowed_token_ids, "allowed_token_ids", "token ids")
+        _check_ids(body.allowed_token_ids or (), card, "allowed_token_ids")
         if logprobs is not None:
             _at_most(logprobs, limits.top_logprobs, "top_logprobs" if isinstance(body, ChatBody) else "logprobs", "")
         scored = body.prompt_logprobs
@@ -238,8 +268,26 @@ class Preparer:
             scored = max(scored or 0, logprobs)
         given = {name: value for name in _SENT if (value := getattr(body, name)) is not None}
         options: dict[str, Any] = {**API_DEFAULTS, **card.defaults, **given}
+        if options["top_p"] == 0:  # the most probable token alone
+            options |= {"temperature": 0, "top_p": 1}
         biases = _biases(body.logit_bias or {}, card)
-        return Sampling(**options, logit_bias=biases, logprobs=logprobs, prompt_logprobs=scored)
+        words = await self._bad_words(body.bad_words or (), card, tenant)
+        return Sampling(**options, logit_bias=biases, logprobs=logprobs, prompt_logprobs=scored, bad_words=words)
+
+    async def _bad_words(self, words: Sequence[str], card: ModelCard, tenant: Tenant) -> list[TokenSequence]:
+        """As token ids; a sequence with a token that the model does not have is none."""
+        limits = self._limits
+        _at_most(len(words), limits.bad_words, "bad_words", "texts")
+        for word in words:
+            _check_text(word, "bad_words")
+            if not word.strip():
+                raise InvalidRequestError("A bad word must have more than white space.", param="bad_words")
+            _at_most(len(word.encode()), limits.bad_word_bytes, "bad_words", "bytes in a text")
+        if not words:
+            return []
+        found = await self._pool.run(lambda: card.encoder.encode_words(words), tenant.name, sum(map(len, words)))
+        _at_most(sum(map(len, found)), limits.bad_word_tokens, "bad_words", "tokens")
+        return [TokenSequence(ids=ids) for ids in found if max(ids) < card.vocab_size]
 
     def _allowed_tokens(self, choices: int, sampling: Sampling) -> int:
         """Of each choice, so that all of them and their log-probabilities stay within the limits."""

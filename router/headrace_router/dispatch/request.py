@@ -19,6 +19,7 @@ class GenerationRequest:
     echoes: tuple[str, ...] = ()  # the prompt's text per choice, when the answer repeats it
     parser: Callable[[], AnswerParser] | None = None  # for each choice, where an answer is more than text
     calls_before: int = 0  # of tools in the chat: some models count them
+    special: bool = False  # special tokens stay in the text
 
     @property
     def prompt_tokens(self) -> int:

@@ -56,6 +56,7 @@ class RunningRequest:
                 request.stop,
                 request.parser() if request.parser is not None else None,
                 request.calls_before,
+                request.special,
             )
             for choice in request.choices
         ]
@@ -92,6 +93,10 @@ class RunningRequest:
     @property
     def completion_tokens(self) -> int:
         return sum(len(choice.output_token_ids) for choice in self.choices)
+
+    @property
+    def reasoning_tokens(self) -> int:
+        return sum(choice.reasoning_tokens for choice in self.choices)
 
     async def __aenter__(self) -> "RunningRequest":
         self._running = len(self._runs)

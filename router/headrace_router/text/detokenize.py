@@ -2,7 +2,7 @@
 
 import codecs
 import re
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
@@ -79,38 +79,43 @@ class TokenTable:
             key = "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
         return TokenJson(text, key, line_json(text), orjson.dumps(list(raw)))
 
-    def offsets(self, token_ids: Sequence[int]) -> Iterator[int]:
-        """For each token of a whole text, the number of characters that are complete before it."""
-        stream, complete = self.stream(()), 0
+    def offsets(self, token_ids: Sequence[int], special: bool = False) -> Iterator[int]:
+        """For each token of a whole text, the number of characters that are complete before it.
+
+        special: as in `stream`.
+        """
+        stream, complete = self.stream((), special=special), 0
         for token_id in token_ids:
             yield complete
             complete += len(stream.push((token_id,)))
 
-    def stream(self, prompt_token_ids: Sequence[int], shown: Mapping[int, str] | None = None) -> Detokenizer:
+    def stream(
+        self, prompt_token_ids: Sequence[int], shown: Mapping[int, str] | None = None, *, special: bool = False
+    ) -> Detokenizer:
         """A detokenizer for the tokens that follow a prompt.
 
-        shown: the text of tokens that are shown in another way.
+        shown: the text of tokens that are shown in another way. special: special tokens are part of the text.
         """
         stream: Detokenizer
         if self._byte_level:
-            stream = _ByteLevel(self)
+            stream = _ByteLevel(self.token_bytes if special else self.text_bytes)
         else:
-            stream = _General(self._tokenizer, self._special, prompt_token_ids[-CONTEXT_TOKENS:])
+            skipped: Set[int] = frozenset() if special else self._special
+            stream = _General(self._tokenizer, skipped, prompt_token_ids[-CONTEXT_TOKENS:], special)
         return _Showing(stream, shown) if shown else stream
 
 
 class _ByteLevel:
     """Tokens are byte strings, so the incremental UTF-8 decoder determines when a character is complete."""
 
-    def __init__(self, table: TokenTable) -> None:
-        self._table = table
+    def __init__(self, bytes_of: Callable[[int], bytes]) -> None:
+        self._bytes_of = bytes_of
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_ids: Sequence[int]) -> str:
-        text_bytes = self._table.text_bytes
         if len(token_ids) == 1:
-            return self._decoder.decode(text_bytes(token_ids[0]))
-        return self._decoder.decode(b"".join(map(text_bytes, token_ids)))
+            return self._decoder.decode(self._bytes_of(token_ids[0]))
+        return self._decoder.decode(b"".join(map(self._bytes_of, token_ids)))
 
 
 class _Showing:
@@ -134,16 +139,17 @@ class _General:
     tokens are decoded by themselves, and a new stream begins.
     """
 
-    def __init__(self, tokenizer: Tokenizer, special: Set[int], context: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, skipped: Set[int], context: Sequence[int], special: bool) -> None:
         self._tokenizer = tokenizer
-        self._special = special
+        self._skipped = skipped
+        self._skips_special = not special
         self._context: list[int] = []
         self._held: list[int] = []  # since the last piece
         self._begin(context)
 
     def push(self, token_ids: Sequence[int]) -> str:
         with panics_as_errors():
-            return "".join([self._step(token_id) for token_id in token_ids if token_id not in self._special])
+            return "".join([self._step(token_id) for token_id in token_ids if token_id not in self._skipped])
 
     def _step(self, token_id: int) -> str:
         self._held.append(token_id)
@@ -158,7 +164,7 @@ class _General:
         return "" if len(self._held) < HELD_TOKENS else self._decode_held()
 
     def _decode_held(self) -> str:
-        text = self._tokenizer.decode(self._held, skip_special_tokens=True)
+        text = self._tokenizer.decode(self._held, skip_special_tokens=self._skips_special)
         complete = text and not text.endswith("\ufffd")  # else the stream would repeat what comes before the next token
         self._begin([*self._context, *self._held][-CONTEXT_TOKENS:] if complete else self._context)
         return text
@@ -166,7 +172,7 @@ class _General:
     def _begin(self, context: Sequence[int]) -> None:
         self._context = list(context)
         self._held = []
-        self._stream = DecodeStream(ids=self._context, skip_special_tokens=True)
+        self._stream = DecodeStream(ids=self._context, skip_special_tokens=self._skips_special)
 
 
 @lru_cache(maxsize=1)

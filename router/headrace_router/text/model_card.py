@@ -95,9 +95,9 @@ class ModelCard:
         rendered = RenderedChat(form.template, known, datetime.now(), options)
         return self.encoder.encode_chat(rendered), form.syntax.begins_in_reasoning(rendered.text)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of token ids without special tokens. Slow for long lists: call off the event loop."""
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+    def decode(self, token_ids: Sequence[int], special: bool = False) -> str:
+        """The text of token ids. Slow for long lists: call off the event loop. special: with special tokens."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=not special)
 
 
 def _form(source: str, facts: ModelFacts, tokenizer: Tokenizer) -> ChatForm:

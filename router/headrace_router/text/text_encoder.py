@@ -1,6 +1,7 @@
 """Text to token ids as transformers does, except that users cannot write control tokens."""
 
 import secrets
+from collections.abc import Sequence
 from itertools import pairwise
 
 from tokenizers import AddedToken, Tokenizer
@@ -76,6 +77,14 @@ class TextEncoder:
         if not self._control.isdisjoint(ids):
             ids = self._encode(ClientText(text), "prompt")
         return [*self._prefix, *ids, *self._suffix]
+
+    def encode_words(self, words: Sequence[str]) -> list[list[int]]:
+        """Ids of each word alone and after a space, each sequence once. Spelled control tokens are tokens here.
+
+        Raises GrownTextError.
+        """
+        texts = [before + word.lstrip() for word in words for before in ("", " ")]
+        return [list(ids) for ids in dict.fromkeys(tuple(self._plain(text)) for text in texts) if ids]
 
     def encode_chat(self, chat: RenderedChat) -> list[int]:
         """Ids of a rendered chat; the template has written all of its special tokens.

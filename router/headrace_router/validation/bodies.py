@@ -7,6 +7,7 @@ honoured fields of docs/api.md. A field that is null counts as absent; `fields` 
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -21,6 +22,7 @@ from pydantic import (
 from headrace_router.core.sampling_options import WHOLE, Number, SamplingOptions, TokenCount, whole
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 UINT32_MAX = 2**32 - 1
 
 TokenId = Annotated[StrictInt, Field(ge=0, le=UINT32_MAX), WHOLE]
@@ -56,6 +58,12 @@ PromptInput = Annotated[Any, BeforeValidator(_prompt), WithJsonSchema(_PROMPT_SC
 
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
+
+
+def _not_zero(value: int) -> int:
+    if not value:
+        raise ValueError("it must be -1, or 1 or more: a prompt has at least one token")
+    return value
 
 
 class StreamOptions(_Body):
@@ -115,6 +123,24 @@ class RequestOptions(_Body, SamplingOptions):
     stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] | None = None
     ignore_eos: StrictBool | None = None
     logit_bias: dict[str, Annotated[Number, Field(ge=-100, le=100)]] | None = None
+    bad_words: Annotated[list[StrictStr], Field(fail_fast=True)] | None = Field(
+        default=None, description="texts that are not generated, as tokens, alone and after a space"
+    )
+    allowed_token_ids: Annotated[list[TokenId], Field(fail_fast=True, min_length=1)] | None = Field(
+        default=None, description="the only tokens that are sampled; end tokens are not added"
+    )
+    skip_special_tokens: StrictBool | None = Field(default=None, description="false: they stay in the text")
+    truncate_prompt_tokens: (
+        Annotated[StrictInt, AfterValidator(_not_zero), Field(ge=-1, le=INT32_MAX), WHOLE] | None
+    ) = Field(default=None, description="keeps the prompt's last ones; -1: as many as leave room for the answer")
+    priority: (
+        Annotated[
+            StrictInt,
+            Field(ge=INT32_MIN, le=INT32_MAX, description="of the requests of one API key the lowest goes first"),
+            WHOLE,
+        ]
+        | None
+    ) = None
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = Field(default=None, description="with stream only")
     return_token_ids: StrictBool | None = Field(default=None, description="adds token_ids to every choice")

@@ -12,4 +12,5 @@ SAMPLING_OPTIONS: list[dict[str, Any]] = [
     {"temperature": 0.0, "logit_bias": {"260": 5.0, "198": -100.0}},
     {"temperature": 2.0, "top_p": 0.5, "top_k": 100, "min_p": 0.01, "min_tokens": 10, "logprobs": 5},
     {"temperature": 0.0, "repetition_penalty": 1.2, "stop": ["zzz"], "min_tokens": 4},
+    {"temperature": 0.9, "bad_words": ["the", "of a"], "allowed_token_ids": list(range(100, 4000))},
 ]

@@ -162,7 +162,7 @@ class InferenceService:
         self, body: ChatBody | CompletionBody, tenant: Tenant, share: BodyShare, session: str, account: TimeAccount
     ) -> AsyncIterator[GenerateEvent]:
         services = self._services
-        async with services.admission.admit(tenant, count_choices(body)):
+        async with services.admission.admit(tenant, count_choices(body), body.priority or 0):
             account.enter(Cause.TOKENIZER, time.monotonic())
             request = await services.preparer.prepare(body, tenant, account.request_id, session)
             share.release()
@@ -179,6 +179,7 @@ class InferenceService:
                         prompt_tokens=request.prompt_tokens,
                         completion_tokens=running.completion_tokens,
                         cached_tokens=running.cached_tokens,
+                        reasoning_tokens=running.reasoning_tokens,
                     )
                 )
                 yield last

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from headrace_router.api.http.formats import TokenFormat, array, dumps, event, usage
+from headrace_router.api.http.formats import TokenFormat, array, chat_usage, dumps, event
 from headrace_router.dispatch.choice import CallPart, ChoiceUpdate, ParsedParts
 from headrace_router.dispatch.running_request import RunningRequest
 from headrace_router.text.line_json import line_json
@@ -88,7 +88,7 @@ class ChatFormat:
                 **self._common,
                 "system_fingerprint": None,
                 "choices": [],
-                "usage": usage(running),
+                "usage": chat_usage(running),
             }
         )
 
@@ -104,7 +104,7 @@ class ChatFormat:
         if self._prompt_logprobs is not None:
             yield b',"prompt_logprobs":'
             yield from self._tokens.prompt_entries(self._prompt, updates[0].prompt_logprobs, self._prompt_logprobs)
-        yield b',"usage":' + dumps(usage(running)) + b"}"
+        yield b',"usage":' + dumps(chat_usage(running)) + b"}"
 
     def _choice(self, update: ChoiceUpdate) -> Iterator[bytes]:
         message: dict[str, Any] = {"role": "assistant", "content": update.text, "refusal": None}

@@ -21,6 +21,7 @@ class CompletionFormat:
         self._prompt_logprobs = body.prompt_logprobs
         self._choices = running.request.choices
         self._table = card.tokens
+        self._special = running.request.special
         self._ids = bool(body.return_token_ids)
         self._echoes = running.request.echoes or ("",) * len(running.choices)
         self._before = b"data: " + line_json({**self._head, "system_fingerprint": None})[:-1] + b',"choices":['
@@ -73,7 +74,7 @@ class CompletionFormat:
         if echo and update.prompt_logprobs is not None:
             prompt = self._choices[update.index].prompt_token_ids
             token_ids = [*prompt, *token_ids]
-            offsets = [min(offset, len(echo)) for offset in self._table.offsets(prompt)] + offsets
+            offsets = [min(offset, len(echo)) for offset in self._table.offsets(prompt, self._special)] + offsets
             entries = [None, *update.prompt_logprobs, *entries]
         yield b'{"tokens":'
         yield from array((line_json(self._tokens.token(token_id).key),) for token_id in token_ids)

@@ -42,6 +42,11 @@ def usage(running: RunningRequest) -> dict[str, Any]:
     }
 
 
+def chat_usage(running: RunningRequest) -> dict[str, Any]:
+    """The same of a chat, whose reasoning is known."""
+    return {**usage(running), "completion_tokens_details": {"reasoning_tokens": running.reasoning_tokens}}
+
+
 class Format(Protocol):
     """The response format of one API. One object per request: it keeps text offsets.
 

@@ -134,7 +134,7 @@ class GenerationResponse(Response):
 
     async def _answer(self, send: Send, answer_id: str, account: TimeAccount) -> None:
         services = self._services
-        async with services.admission.admit(self._tenant, count_choices(self._body)):
+        async with services.admission.admit(self._tenant, count_choices(self._body), self._body.priority or 0):
             account.enter(Cause.TOKENIZER, time.monotonic())
             request = await services.preparer.prepare(
                 self._body, self._tenant, self._label, self._session, whole=not self._body.stream

@@ -40,6 +40,19 @@ The gRPC API (`headrace.v1.Inference`) has the same checks; its messages have ho
 *Default* is the value without the field; *the model's* is the value in the model's files or the spec. *Sent by* names
 clients, gateways, and servers whose clients send the field. A label changes nothing in the answer. Sizes and counts are
 also limited (`limits` in `headrace config schema`).
+
+* `bad_words`: each text is encoded alone and after a space. Where the answer ends with all but the last token of such a
+  form, this last token is not sampled. Other tokens may still spell the text.
+* `allowed_token_ids` without an end token: the answer ends with `max_tokens` or a stop string. Where this field,
+  `bad_words`, `min_tokens` and a constraint leave no token, the request ends with an error.
+* `skip_special_tokens: false`: stop strings are compared with this text, and an `echo` has special tokens, too. What
+  marks the reasoning and the calls of a chat is still left out, and the token that ends an answer has no text.
+* `truncate_prompt_tokens` cuts what the model gets: of a chat, the beginning of the rendered template. -1 keeps as many
+  tokens as leave `max_tokens`, or its default, to the answer; half of the context where these are all of it.
+* `priority`, which may be negative, orders the requests of one API key that wait, and decides which of them is
+  preempted. It takes nothing from other keys. Without keys all requests are ordered together.
+* `usage.completion_tokens_details.reasoning_tokens` of chats: the tokens inside of the reasoning, without its marks;
+  over gRPC `usage.reasoning_tokens`.
 """
 _TITLES = {
     "/v1/chat/completions and /v1/completions": (Scope.CHAT, Scope.COMPLETIONS),

@@ -5,6 +5,8 @@ from headrace_router.core.sampling_options import API_DEFAULTS
 DEFAULTS: dict[str, str] = {
     **{name: f"the model's, else {value:g}" for name, value in API_DEFAULTS.items()},
     "add_generation_prompt": "true",
+    "allowed_token_ids": "all",
+    "bad_words": "none",
     "best_of": "n",
     "chat_template_kwargs": "none",
     "content": "none",
@@ -27,6 +29,7 @@ DEFAULTS: dict[str, str] = {
     "n": "1",
     "name": "none",
     "parallel_tool_calls": "true",
+    "priority": "0",
     "prompt_cache_key": "none",
     "prompt_logprobs": "none",
     "reasoning": "none",
@@ -37,6 +40,7 @@ DEFAULTS: dict[str, str] = {
     "safety_identifier": "none",
     "seed": "random",
     "session_id": "none",
+    "skip_special_tokens": "true",
     "stop": "none",
     "stop_token_ids": "none",
     "stream": "false",
@@ -47,5 +51,6 @@ DEFAULTS: dict[str, str] = {
     "tool_choice": "auto",
     "tools": "none",
     "top_logprobs": "0",
+    "truncate_prompt_tokens": "all are kept",
     "user": "none",
 }

@@ -3,7 +3,7 @@
 from typing import Any
 
 _TECHNICAL_MAXIMA = {2**31 - 1, 2**32 - 1, 2**63 - 1}  # the widths of integers; not limits of the API
-_TECHNICAL_MINIMA = {-(2**63)}
+_TECHNICAL_MINIMA = {-(2**31), -(2**63)}
 
 
 def schema_text(schema: dict[str, Any]) -> str:
