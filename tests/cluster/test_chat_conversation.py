@@ -99,6 +99,15 @@ def test_calls_and_their_results(capsys: pytest.CaptureFixture[str]) -> None:
     assert found == [("tool", "id0", "20 degrees"), ("tool", "id1", "30 degrees")]
 
 
+def test_the_call_of_a_custom_tool(capsys: pytest.CaptureFixture[str]) -> None:
+    parts = ({"id": "a", "type": "custom", "custom": {"name": "run", "input": "1 +"}}, {"custom": {"input": " 2"}})
+    chat = _chat([*(ChatDelta(calls=({"index": 0, **part},)) for part in parts), *CALLS[-1:]], SUNNY)
+    _enter(chat, "What is 1 + 2?", "3")
+    assert "call: run(1 + 2)" in capsys.readouterr().err
+    _, called, _ = cast(Client, chat.client).bodies[-1]["messages"]
+    assert called["tool_calls"] == [{"id": "a", "type": "custom", "custom": {"name": "run", "input": "1 + 2"}}]
+
+
 def test_calls_that_the_limit_of_tokens_cuts_off_are_not_sent_back() -> None:
     chat = _chat([_part(0, '{"city": "Be', "get_weather"), ChatDelta(finish_reason="length")])
     _enter(chat, "Weather?")

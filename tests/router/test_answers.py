@@ -21,17 +21,22 @@ FAMILIES = {row.names[0]: row for row in TOOLS}
 THOUGHTS = {row.names[0]: row for row in REASONING}
 
 
-def _tokenizer() -> Tokenizer:
+INPUT_SCHEMA = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+
+
+def _tokenizer(*, markers_too: bool = True) -> Tokenizer:
     """Bytes, and all markers as special tokens."""
     vocab = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     made = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
-    made.add_special_tokens([AddedToken(name, normalized=False) for name in ["<eos>", *sorted(set(markers()))]])
+    names = sorted(set(markers())) if markers_too else []
+    made.add_special_tokens([AddedToken(name, normalized=False) for name in ["<eos>", *names]])
     return made
 
 
 TOKENIZER = _tokenizer()
+PLAIN_TOKENIZER = _tokenizer(markers_too=False)
 TOKENS = {token.content: token_id for token_id, token in TOKENIZER.get_added_tokens_decoder().items()}
 TABLE = TokenTable(TOKENIZER, True)
 
@@ -392,3 +397,68 @@ def test_calls_that_no_grammar_describes() -> None:
     for name in ("gemma4", "llama4_pythonic"):
         with pytest.raises(UnforceableCallsError):
             whole_grammar(_syntax(FAMILIES[name], None), OFFERED, required=True)
+
+
+PATCH = r"""start: begin hunk+ end
+begin: "*** Begin Patch" LF
+end: "*** End Patch" LF?
+hunk: "*** Update File: " /(.+)/ LF change+ // the lines
+change: ("+" | "-" | " ") /(.*)/ LF -> line
+%import common.LF
+"""
+EDIT = '*** Begin Patch\n*** Update File: a.py\n-    x = "a\\t"\n+\ty < 1  # Zürich </b>\n*** End Patch'
+RUN = OfferedTool("run", INPUT_SCHEMA, True, PATCH)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_input_of_a_custom_tool_however_the_answer_is_split(name: str) -> None:
+    syntax = _syntax(FAMILIES[name], None)
+    written = _written(FAMILIES[name], ("run", {"input": EDIT}), ("get_time", {}))
+    for size in (1, 3, 1000):
+        parser = AnswerParser(syntax, {"run": INPUT_SCHEMA, "get_time": {}}, custom={"run"}, thinking=False)
+        stream = TABLE.stream((), syntax.chars)
+        ids = TOKENIZER.encode(written, add_special_tokens=False).ids
+        groups = _grouped(ids, [size] * (len(ids) // size))
+        events = [event for group in groups for event in parser.push(stream.push(group))] + parser.finish()
+        starts = [event for event in events if isinstance(event, CallStart)]
+        assert starts == [CallStart("run", custom=True), CallStart("get_time")]
+        parts = [event.text for event in events[: events.index(starts[1])] if isinstance(event, Args)]
+        assert "".join(parts) == EDIT and sum(isinstance(event, CallEnd) for event in events) == 2
+        assert size > 1 or len(parts) > 9 or name == "llama4_pythonic", "the input arrives as it is written"
+
+
+@pytest.mark.parametrize("as_tokens", [True, False])
+@pytest.mark.parametrize("name", [name for name, row in FAMILIES.items() if row.written])
+def test_the_input_of_a_custom_tool_follows_its_grammar(name: str, as_tokens: bool) -> None:
+    """In the JSON of arguments, and between tags that are tokens or text. Not only where the call is required."""
+    row = FAMILIES[name]
+    syntax = _syntax(row, None, as_tokens=as_tokens)
+    tokenizer = TOKENIZER if as_tokens else PLAIN_TOKENIZER
+    eos = tokenizer.encode("<eos>").ids[0]
+    compiler = grammar_tokenizer(tokenizer.to_str(), tokenizer.get_vocab_size(), [eos])
+
+    def accepts(text: str, **options: Any) -> bool:
+        matcher = compile_grammar(compiler, whole_grammar(syntax, [RUN, *OFFERED[1:]], **options))
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        return matcher.try_consume_tokens(ids) == len(ids) and bool(matcher.is_accepting())
+
+    assert accepts(_written(row, ("run", {"input": EDIT}), ("get_time", {})), required=True)
+    assert not accepts(_written(row, ("run", {"input": EDIT.replace("+", "*")})), required=True)
+    if name not in ("llama3_json", "deepseek_v32"):
+        assert accepts("Hi.") and accepts(_written(row, ("run", {"input": EDIT})))
+        assert not accepts(_written(row, ("run", {"input": "any text"})))
+
+
+@pytest.mark.parametrize("name", [name for name, row in FAMILIES.items() if row.written])
+def test_only_some_tools_may_be_called(name: str) -> None:
+    row = FAMILIES[name]
+    syntax = _syntax(row, None)
+    grammar = whole_grammar(syntax, OFFERED[1:], restricted=True)
+    if name in ("llama3_json", "deepseek_v32"):
+        assert not grammar  # calls beside text are not constrained
+        return
+    compiler = grammar_tokenizer(TOKENIZER.to_str(), TOKENIZER.get_vocab_size(), [TOKENS["<eos>"]])
+    for text, allowed in (("Hi.", True), (_written(row, PLAIN[1]), True), (_written(row, PLAIN[0]), False)):
+        matcher = compile_grammar(compiler, grammar)
+        ids = TOKENIZER.encode(text, add_special_tokens=False).ids
+        assert (matcher.try_consume_tokens(ids) == len(ids) and bool(matcher.is_accepting())) is allowed, text

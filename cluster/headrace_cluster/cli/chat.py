@@ -131,7 +131,8 @@ class Conversation:
         calls = list(answer.calls.values()) if answer.finish_reason != "length" else []
         self.messages.append({"role": "assistant", "content": answer.text} | ({"tool_calls": calls} if calls else {}))
         for call in answer.calls.values():
-            show(f"call: {call['function']['name']}({call['function']['arguments']})", DIM)
+            kind, arguments = _kind(call)
+            show(f"call: {call[kind]['name']}({call[kind][arguments]})", DIM)
         if answer.usage:
             show(answer.summary(answer.usage), DIM)
         return answer.finish_reason
@@ -175,11 +176,11 @@ class _Answer:
         self.finish_reason = delta.finish_reason or self.finish_reason
         self.usage = delta.usage or self.usage
         for part in delta.calls:
-            given = part.get("function") or {}
-            function = {"name": given.get("name"), "arguments": ""}
-            new = {"id": part.get("id"), "type": "function", "function": function}
+            kind, arguments = _kind(part)
+            given = part.get(kind) or {}
+            new = {"id": part.get("id"), "type": kind, kind: {"name": given.get("name"), arguments: ""}}
             call = self.calls.setdefault(part.get("index", 0), new)
-            call["function"]["arguments"] += given.get("arguments") or ""
+            call[kind][arguments] += given.get(arguments) or ""
 
     def summary(self, usage: dict[str, Any]) -> str:
         """Tokens by the server's count, tokens per second after the first one, and the time to it."""
@@ -188,6 +189,11 @@ class _Answer:
         spent = self._last - self._first
         rate = f"{(tokens - 1) / spent:.1f} tok/s, " if tokens > 1 and spent > 0 else ""
         return f"{tokens} tokens, {rate}TTFT {self._first - self._start:.2f} s; prompt {prompt} tokens, {cached} cached"
+
+
+def _kind(call: dict[str, Any]) -> tuple[str, str]:
+    """Of a call, or a part of one: the field with its name, and the field in it with its arguments."""
+    return ("custom", "input") if "custom" in call else ("function", "arguments")
 
 
 def show(text: str, style: str = "", *, end: str = "\n", stream: TextIO | None = None) -> None:

@@ -19,14 +19,15 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class CallStart:
-    """A call of a tool begins: its name is complete."""
+    """A call of a tool begins: its name is complete. custom: the tool takes free text."""
 
     name: str
+    custom: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Args:
-    """A part of the call's arguments, as JSON; all parts together are an object."""
+    """A part of the call's arguments, as JSON; all parts together are an object. Of a custom tool: of its free text."""
 
     text: str
 

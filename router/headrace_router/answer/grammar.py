@@ -121,6 +121,11 @@ def regex_grammar(pattern: str) -> str:
     return grammar
 
 
+def regex_lark(pattern: str) -> str:
+    """The same in Lark's syntax."""
+    return str(json.loads(regex_grammar(pattern))["grammars"][0]["lark_grammar"])
+
+
 def _ascii_digits(pattern: str) -> str:
     r"""The pattern with `[0-9]` for each `\d`."""
     in_class = False

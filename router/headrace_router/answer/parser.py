@@ -7,7 +7,7 @@ all that leaves this module.
 import secrets
 import string
 from collections import deque
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import regex
@@ -21,7 +21,7 @@ from headrace_router.answer.arguments import (
     State,
     TaggedReader,
 )
-from headrace_router.answer.events import Args, CallEnd, Event, Reasoning, Text, merged
+from headrace_router.answer.events import Args, CallEnd, CallStart, Event, Reasoning, Text, merged
 from headrace_router.answer.families import (
     FIRST_MARKER,
     MARKER,
@@ -33,6 +33,7 @@ from headrace_router.answer.families import (
     ToolFamily,
     markers,
 )
+from headrace_router.answer.input_text import InputText
 
 NOTHING = r"(?!)"
 _LETTERS = string.ascii_letters + string.digits
@@ -161,18 +162,22 @@ class AnswerParser:
         syntax: Syntax,
         tools: Mapping[str, Mapping[str, Any]] | None,
         *,
+        custom: Container[str] = (),
         thinking: bool,
         one_call: bool = False,
         whole: bool = False,
         special: bool = False,
     ) -> None:
-        """tools: the JSON Schema of the parameters of each; without it, calls are text. thinking: whether the prompt
-        ends inside of the reasoning. one_call: the answer ends with the first call. whole: the answer is not streamed,
-        so that a call that does not end is text; in a stream only what was not passed on of it is, unless it is cut.
-        special: special tokens are text, except for those that mark reasoning and calls.
+        """tools: the JSON Schema of the parameters of each; without it, calls are text. custom: names of those that
+        take free text. thinking: whether the prompt ends inside of the reasoning. one_call: the answer ends with the
+        first call. whole: the answer is not streamed, so that a call that does not end is text; in a stream only what
+        was not passed on of it is, unless it is cut. special: special tokens are text, except for those that mark
+        reasoning and calls.
         """
         self.syntax = syntax
         self._tools = tools
+        self._custom = custom
+        self._input: InputText | None = None  # of the call that has not ended, if its tool is custom
         self._one_call = one_call
         self._whole = whole
         self._buffer = ""
@@ -320,9 +325,9 @@ class AnswerParser:
         return JsonReader(name)
 
     def _read(self, reader: Reader, events: list[Event], final: bool) -> bool:
-        for event in reader.feed(self._buffer):
-            if isinstance(event, Args):
-                event = Args(self.syntax.spelled(event.text))
+        for event in self._read_events(reader):
+            if isinstance(event, Args) and not event.text:
+                continue
             self._call.append(event)
             ended = isinstance(event, CallEnd)
             if ended or not self._whole:
@@ -339,7 +344,7 @@ class AnswerParser:
             return False
         if reader.state is not State.DONE:
             self._was_text = not self._begun
-            text = reader.unsent() if self._begun else self._opening + reader.unfinished()
+            text = self._unsent(reader) if self._begun else self._opening + reader.unfinished()
             if reader.state is State.READING:
                 text, self._buffer = text + self._buffer, ""
             if not (self._begun and self._cut):
@@ -347,6 +352,23 @@ class AnswerParser:
         self._call.clear()
         self._reader, self._begun = None, False
         return True
+
+    def _read_events(self, reader: Reader) -> Iterator[Event]:
+        """Of the buffer. The arguments of a custom tool are its input."""
+        for event in reader.feed(self._buffer):
+            if isinstance(event, CallStart):
+                is_custom = event.name in self._custom
+                self._input = InputText() if is_custom else None
+                event = CallStart(event.name, is_custom)
+            elif isinstance(event, Args):
+                event = Args(self.syntax.spelled(event.text if self._input is None else self._input.add(event.text)))
+            elif self._input is not None and isinstance(event, CallEnd):
+                yield Args(self.syntax.spelled(self._input.finish()))
+            yield event
+
+    def _unsent(self, reader: Reader) -> str:
+        """What was read of a call that has not ended, and is in no event."""
+        return (self._input.held if self._input is not None else "") + reader.unsent()
 
     def _show(self, events: list[Event], text: str) -> None:
         """Text outside of calls."""

@@ -13,6 +13,8 @@ import regex
 from headrace_router.answer.arguments import value_types
 from headrace_router.answer.families import MARKER, Form
 from headrace_router.answer.grammar import prepared_schema
+from headrace_router.answer.input_grammar import input_grammar
+from headrace_router.answer.input_text import INPUT
 from headrace_router.answer.parser import Syntax
 
 _ANY_OBJECT = {"type": "object"}
@@ -25,11 +27,15 @@ class UnforceableCallsError(ValueError):
 
 @dataclass(frozen=True)
 class OfferedTool:
-    """A tool, and whether the arguments of its calls must follow the schema; else they are any object."""
+    """A tool, and whether the arguments of its calls must follow the schema; else they are any object.
+
+    grammar: in Lark's syntax, of the free text that a custom tool takes; empty for any text.
+    """
 
     name: str
     schema: Mapping[str, Any]
     strict: bool
+    grammar: str = ""
 
 
 def followed_schemas(syntax: Syntax, tool: OfferedTool) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -42,25 +48,38 @@ def followed_schemas(syntax: Syntax, tool: OfferedTool) -> Iterator[tuple[str, d
             yield f".properties.{key}", schema
 
 
+def followed_input(syntax: Syntax, tool: OfferedTool) -> str:
+    """What the input of a tool with a grammar follows, as the model writes it. Raises ValueError."""
+    terminal, lines = input_grammar(tool.grammar, "I_", quoted=_is_quoted(syntax))
+    return f"start: {terminal}\n{lines}"
+
+
+def _is_quoted(syntax: Syntax) -> bool:
+    """Whether arguments are strings of JSON."""
+    return syntax.tools is None or syntax.tools.form is not Form.TAGGED
+
+
 def whole_grammar(
     syntax: Syntax,
     tools: Sequence[OfferedTool],
     *,
     constraint: str = "",
     required: bool = False,
+    restricted: bool = False,
     one_call: bool = False,
     thinking: bool = False,
 ) -> str:
     """Empty where an answer may be anything. Raises ValueError for schemas that cannot be followed.
 
-    constraint: the grammar of an answer without a call. required: the answer is a call. thinking: it begins inside of
-    the reasoning.
+    constraint: the grammar of an answer without a call. required: the answer is a call. restricted: the model knows
+    other tools, too, which it may not call. thinking: the answer begins inside of the reasoning.
     """
-    if not required and not any(tool.strict for tool in tools) and not (constraint and (tools or syntax.reasoning)):
+    followed = required or restricted or any(tool.strict for tool in tools)
+    if not followed and not (constraint and (tools or syntax.reasoning)):
         return constraint
     rules = _Rules(syntax)
     if not required and not constraint and not rules.head_is_marker:
-        return ""  # text cannot be told from calls: `strict` is not enforced
+        return ""  # text cannot be told from calls: neither `strict` nor `restricted` is enforced
     begin = rules.reasoning(thinking)
     if not tools:
         body = f"{rules.answer} @constraint"
@@ -135,15 +154,16 @@ class _Rules:
         self._until("before", self._head)
         return f"(TEXT | before {calls})"
 
-    def _until(self, name: str, end: str) -> None:
-        """Adds the rule of any text up to this end, which belongs to it."""
+    def _until(self, name: str, end: str, text: str = "/(?s:.*)/") -> None:
+        """Adds the rule of any text up to this end, which belongs to it. text: the terminal of what is not any text."""
         found = MARKER.search(end)
         if found is not None and found[1] in self._syntax.special:
-            before = regex.escape(end[: found.start()]).replace("/", r"\/")
-            self._add(name, f"/(?s:.*){before}/ {self._pieces(end[found.start() :])}")
+            before = self._pieces(end[: found.start()])
+            self._add(name.upper(), f"{text} {before}")
+            self._add(name, f"{name.upper()} {self._pieces(end[found.start() :])}")
         else:
             plain = MARKER.sub(r"\1", end)
-            self._add(f"{name}[suffix={json.dumps(plain, ensure_ascii=False)}]", "/(?s:.*)/")
+            self._add(f"{name}[suffix={json.dumps(plain, ensure_ascii=False)}]", text)
 
     def _call(self, place: int, tool: OfferedTool) -> str:
         row = self._row
@@ -152,7 +172,9 @@ class _Rules:
         if not row.wrapper[0]:
             before = before.removeprefix(self._head)
         before = before.replace("{name}", tool.name)
-        if row.form is Form.TAGGED:
+        if tool.grammar:
+            arguments = self._input(place, tool)
+        elif row.form is Form.TAGGED:
             arguments = self._tagged(place, tool.schema) if tool.strict else self._any_tagged(place)
         else:
             arguments = f"args_{place}"
@@ -160,6 +182,20 @@ class _Rules:
             self._add(arguments, f"%json {json.dumps(prepared_schema(schema))}")
         self._add(f"call_{place}", f"{self._pieces(before)} {arguments} {self._pieces(after)}")
         return f"call_{place}"
+
+    def _input(self, place: int, tool: OfferedTool) -> str:
+        """The one argument of a custom tool with a grammar."""
+        row = self._row
+        assert row is not None
+        name, quoted = f"input_{place}", _is_quoted(self._syntax)
+        terminal, lines = input_grammar(tool.grammar, f"I{place}_", quoted=quoted)
+        self.lines.append(lines)
+        if quoted:
+            opened, closed = self._pieces(f'{{"{INPUT}": "'), self._pieces('"}')
+            return f"{opened} {terminal} {closed}"
+        before, after = (part.replace("{key}", INPUT).replace("{string}", "true") for part in row.value)
+        self._until(name, after, terminal)
+        return f"{self._pieces(before)} {name}"
 
     def _tagged(self, place: int, schema: Mapping[str, Any]) -> str:
         """The arguments in the order of the schema; those that are not required may be left out."""

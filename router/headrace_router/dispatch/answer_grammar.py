@@ -1,5 +1,6 @@
 """The grammar that an answer follows, of a constraint and of calls of tools; checked before a replica gets it."""
 
+import json
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -7,8 +8,10 @@ from typing import Any
 from headrace_router.access.auth import Tenant
 from headrace_router.answer.grammar import schema_grammar
 from headrace_router.answer.whole_grammar import (
+    OfferedTool,
     UnforceableCallsError,
     definitions,
+    followed_input,
     followed_schemas,
     whole_grammar,
 )
@@ -56,9 +59,19 @@ class AnswerGrammars:
         Where the schema of a tool cannot be followed, and the tool is not strict, its arguments are any object. Raises
         InvalidRequestError.
         """
+        size = sum(len(tool.grammar.encode()) for tool in used.offered) if used is not None else 0
+        if size > self._limits.grammar_bytes:
+            raise InvalidRequestError(
+                f"The grammars of custom tools have {size} bytes; this server accepts {self._limits.grammar_bytes}.",
+                param="tools",
+            )
 
         async def whole(used: ToolUse | None) -> str:
-            return await self.checked(card, tenant, _whole(form, used, constraint, thinking), field or "tools")
+            def make() -> str:
+                return _whole(form, used, constraint, thinking)
+
+            grammar = await self._pool.run(make, tenant.name, LARGE) if size else make()
+            return await self.checked(card, tenant, grammar, field or "tools")
 
         try:
             return await whole(used)
@@ -113,12 +126,24 @@ class AnswerGrammars:
         fields = used.fields
         for tool in (tool for tool in used.offered if tool.strict):
             field = fields[tool.name]
+            if tool.grammar:
+                self._check_input(card, form, tool, field)
+                continue
             for path, schema in followed_schemas(form.syntax, tool):
                 if tool.name not in used.strict:
                     names |= {tool.name} if problem(schema, f"{field}{path}") else set()
                 elif sentence := innermost(schema, f"{field}{path}"):
                     raise InvalidRequestError(f"The tool '{tool.name}' is strict, and {sentence}", param=field)
         return names
+
+    def _check_input(self, card: ModelCard, form: ChatForm, tool: OfferedTool, field: str) -> None:
+        """Raises InvalidRequestError if the grammar of its input cannot be followed."""
+        try:
+            grammar = json.dumps({"grammars": [{"lark_grammar": followed_input(form.syntax, tool)}]})
+        except ValueError as error:
+            raise InvalidRequestError(f"'{field}' cannot be followed: {error}.", param=field) from None
+        if not card.grammars.known(grammar):
+            card.grammars.check(grammar, field, self._limits.grammar_seconds)
 
 
 def _parts(schema: Mapping[str, Any], path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -138,6 +163,7 @@ def _whole(form: ChatForm, used: ToolUse | None, constraint: str, thinking: bool
             used.offered if used is not None else (),
             constraint=constraint,
             required=used is not None and used.required,
+            restricted=used is not None and used.restricted,
             one_call=used is not None and (used.one_call or not form.template.takes_several_calls),
             thinking=thinking,
         )

@@ -29,12 +29,15 @@ TOOL_CALLS = "tool_calls"
 
 @dataclass(slots=True)
 class CallPart:
-    """What became visible of a call of a tool. ident, name: in its first part. arguments: a part of a JSON object."""
+    """What became visible of a call of a tool. ident, name: in its first part. arguments: a part of a JSON object, or
+    of the free text of a custom tool.
+    """
 
     index: int
     ident: str = ""
     name: str = ""
     arguments: str = ""
+    custom: bool = False
 
 
 @dataclass(slots=True)
@@ -48,7 +51,7 @@ class ParsedParts:
         """Adds what came next."""
         self.reasoning += later.reasoning
         for index, part in later.calls.items():
-            known = self.calls.setdefault(index, CallPart(index, part.ident, part.name))
+            known = self.calls.setdefault(index, CallPart(index, part.ident, part.name, custom=part.custom))
             known.arguments += part.arguments
 
 
@@ -104,6 +107,7 @@ class Choice:
         self._reasoner = parser if parser is not None and parser.syntax.reasoning is not None else None
         self._calls_before = calls_before
         self._calls = 0
+        self._custom = False  # the tool of the latest call
         self.output_token_ids: list[int] = []
         self.finish_reason: str | None = None
         self.failure: ApiError | None = None
@@ -229,10 +233,12 @@ class Choice:
                 parsed.reasoning.append(event.text)
             elif isinstance(event, CallStart):
                 ident = call_id(syntax, event.name, self._calls_before + self._calls)
-                parsed.calls[self._calls] = CallPart(self._calls, ident, event.name)
+                self._custom = event.custom
+                parsed.calls[self._calls] = CallPart(self._calls, ident, event.name, custom=event.custom)
                 self._calls += 1
             elif isinstance(event, Args):
-                part = parsed.calls.setdefault(self._calls - 1, CallPart(self._calls - 1))
+                index = self._calls - 1
+                part = parsed.calls.setdefault(index, CallPart(index, custom=self._custom))
                 part.arguments += event.text
 
     def _release(self, update: ChoiceUpdate, *, everything: bool) -> None:

@@ -122,6 +122,7 @@ class Preparer:
                     AnswerParser,
                     form.syntax,
                     used.schemas if used is not None and calls else None,
+                    custom=used.custom if used is not None else (),
                     thinking=thinking,
                     one_call=used is not None and (used.one_call or not form.template.takes_several_calls),
                     whole=whole,

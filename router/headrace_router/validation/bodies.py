@@ -11,10 +11,12 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
     StrictBool,
     StrictInt,
     StrictStr,
+    Tag,
     WithJsonSchema,
     model_validator,
 )
@@ -176,17 +178,42 @@ class _Open(_Body):
     model_config = ConfigDict(extra="ignore", hide_input_in_errors=True)
 
 
+def _kind(value: Any) -> str:
+    """The tag of a tool, or of a call; errors leave it out of the path of a field."""
+    given = value if isinstance(value, dict) else {}
+    without_type = "custom" if "custom" in given and "function" not in given else "function"
+    return "(custom)" if (given.get("type") or without_type) == "custom" else "(function)"
+
+
 class CalledFunction(_Open):
     name: StrictStr = Field(min_length=1, max_length=256)
     arguments: StrictStr = Field(description="a JSON object, as text; what is none stays text")
 
 
-class ToolCall(_Open):
-    """A call that the assistant made."""
+class FunctionCall(_Open):
+    """A call of a function that the assistant made."""
 
     id: StrictStr | None = Field(default=None, max_length=256)
     type: Literal["function"] | None = None
     function: CalledFunction
+
+
+class CalledCustom(_Open):
+    name: StrictStr = Field(min_length=1, max_length=256)
+    input: StrictStr
+
+
+class CustomCall(_Open):
+    """A call of a custom tool that the assistant made."""
+
+    id: StrictStr | None = Field(default=None, max_length=256)
+    type: Literal["custom"] | None = None
+    custom: CalledCustom
+
+
+ToolCall = Annotated[
+    Annotated[FunctionCall, Tag("(function)")] | Annotated[CustomCall, Tag("(custom)")], Discriminator(_kind)
+]
 
 
 class ChatMessage(_Body):
@@ -216,47 +243,138 @@ class ChatMessage(_Body):
         return self
 
 
-class FunctionTool(_Open):
-    name: StrictStr = Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")
+ToolName = Annotated[StrictStr, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+
+
+class Function(_Open):
+    name: ToolName
     description: StrictStr | None = None
     parameters: dict[str, Any] | None = Field(default=None, description="a JSON Schema of an object")
     strict: StrictBool | None = Field(default=None, description="the arguments always follow the schema")
 
 
-class Tool(_Open):
+class FunctionTool(_Open):
     type: Literal["function"]
-    function: FunctionTool
+    function: Function
 
     @model_validator(mode="before")
     @classmethod
     def _check_place(cls, value: Any) -> Any:
         if isinstance(value, dict) and "name" in value and "function" not in value:
             raise ValueError("the name, description and parameters belong into 'function': {'name': …}")
+        if isinstance(value, dict) and isinstance(value.get("type"), str) and value["type"] != "function":
+            raise ValueError(f"tools of the type '{value['type'][:50]}' are not supported; send function or custom")
         return value
 
 
-class ToolName(_Body):
+class InputGrammar(_Open):
+    syntax: Literal["lark", "regex"]
+    definition: StrictStr = Field(min_length=1)
+
+
+class CustomFormat(_Open):
+    """What the input of a custom tool must be."""
+
+    type: Literal["text", "grammar"]
+    grammar: InputGrammar | None = Field(default=None, description="with type grammar only")
+
+    @model_validator(mode="after")
+    def _check_grammar(self) -> "CustomFormat":
+        if (self.grammar is not None) != (self.type == "grammar"):
+            raise ValueError("with the type grammar, and only then, it has 'grammar': {'syntax': …, 'definition': …}")
+        return self
+
+
+class Custom(_Open):
+    name: ToolName
+    description: StrictStr | None = None
+    format: CustomFormat | None = Field(default=None, description="of the input; any text without it")
+
+
+class CustomTool(_Open):
+    """A tool that takes free text."""
+
+    type: Literal["custom"]
+    custom: Custom
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_place(cls, value: Any) -> Any:
+        if isinstance(value, dict) and "name" in value and "custom" not in value:
+            raise ValueError("the name, description and format belong into 'custom': {'name': …}")
+        return value
+
+
+Tool = Annotated[
+    Annotated[FunctionTool, Tag("(function)")] | Annotated[CustomTool, Tag("(custom)")], Discriminator(_kind)
+]
+
+
+class _Named(_Open):
     name: StrictStr
 
 
-class ToolChoice(_Body):
-    """The tool that must be called."""
+class NamedFunction(_Open):
+    """A function among the tools."""
 
     type: Literal["function"]
-    function: ToolName
+    function: _Named
+
+
+class NamedCustom(_Open):
+    """A custom tool among the tools."""
+
+    type: Literal["custom"]
+    custom: _Named
+
+
+NamedTool = Annotated[
+    Annotated[NamedFunction, Tag("(function)")] | Annotated[NamedCustom, Tag("(custom)")], Discriminator(_kind)
+]
+
+
+class AllowedTools(_Open):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(fail_fast=True)] = Field(min_length=1)
+
+
+class AllowedChoice(_Open):
+    """The tools that may be called, or one of which must be called."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+_MEMBER = {"function": "name", "custom": "name", "allowed_tools": "tools"}
 
 
 def _tool_choice(value: Any) -> Any:
-    called = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
-    if value in ("none", "auto", "required") or (isinstance(called, dict) and isinstance(called.get("name"), str)):
+    kind = value.get("type") if isinstance(value, dict) else None
+    member = _MEMBER.get(kind, "") if isinstance(kind, str) else ""
+    inner = value.get(kind) if member else None
+    if value in ("none", "auto", "required") or (isinstance(inner, dict) and member in inner):
         return value
     raise ValueError(
-        "it must be none, auto, required (a call of any tool), or {'type': 'function', 'function': {'name': …}} for "
-        "one of the tools"
+        "it must be none, auto, required (a call of any tool), {'type': 'function', 'function': {'name': …}} or "
+        "{'type': 'custom', 'custom': {'name': …}} for one of the tools, or {'type': 'allowed_tools', 'allowed_tools': "
+        "{'mode': 'auto' or 'required', 'tools': […]}} for some of them"
     )
 
 
-ToolChoiceInput = Annotated[Literal["none", "auto", "required"] | ToolChoice, BeforeValidator(_tool_choice)]
+def _choice_kind(value: Any) -> str:
+    if not isinstance(value, dict):
+        return "(word)"
+    return "(allowed)" if value["type"] == "allowed_tools" else _kind(value)
+
+
+ToolChoiceInput = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("(word)")]
+    | Annotated[NamedFunction, Tag("(function)")]
+    | Annotated[NamedCustom, Tag("(custom)")]
+    | Annotated[AllowedChoice, Tag("(allowed)")],
+    Discriminator(_choice_kind),
+    BeforeValidator(_tool_choice),
+]
 
 
 class ChatBody(RequestOptions):

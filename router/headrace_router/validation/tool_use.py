@@ -5,35 +5,49 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from headrace_router.answer.grammar import regex_lark
+from headrace_router.answer.input_text import INPUT
 from headrace_router.answer.whole_grammar import OfferedTool
 from headrace_router.core.errors import InvalidRequestError
-from headrace_router.validation.bodies import CalledFunction, ChatBody, ChatMessage, ToolChoice
+from headrace_router.validation.bodies import (
+    AllowedChoice,
+    CalledFunction,
+    ChatBody,
+    ChatMessage,
+    Custom,
+    CustomCall,
+    CustomTool,
+    FunctionCall,
+    FunctionTool,
+    NamedCustom,
+    NamedFunction,
+)
 
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+_FIELD = {"function": "function.parameters", "custom": "custom.format.grammar"}
+_SYNTAX = {"lark": "Lark grammar", "regex": "regular expression"}
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """listed: for the template, as in OpenAI's API. offered: of these the answer may call. strict: names of those whose
-    schema the request wants to be followed.
+    """listed: for the template, as in OpenAI's API; custom tools are functions with one argument. offered: of these the
+    answer may call. custom: names of custom tools. strict: names of those whose schema, or format, the request wants to
+    be followed. restricted: others are listed, too. fields: of the request, with the schema or the format of each.
     """
 
     listed: list[dict[str, Any]]
     offered: tuple[OfferedTool, ...]
+    custom: frozenset[str]
     strict: frozenset[str]
     required: bool
+    restricted: bool
     one_call: bool
+    fields: Mapping[str, str]
 
     @property
     def schemas(self) -> Mapping[str, Mapping[str, Any]]:
         """Of the parameters of each tool."""
         return {tool.name: tool.schema for tool in self.offered}
-
-    @property
-    def fields(self) -> Mapping[str, str]:
-        """The field of the request that has the schema of each tool."""
-        names = (tool["function"]["name"] for tool in self.listed)
-        return {name: f"tools[{place}].function.parameters" for place, name in enumerate(names)}
 
     def loosened(self, names: Collection[str]) -> "ToolUse":
         """With any object as arguments of these tools."""
@@ -44,40 +58,90 @@ class ToolUse:
 def tools_of(body: ChatBody) -> ToolUse | None:
     """None without tools; with `tool_choice` none, none of them is offered. Raises InvalidRequestError."""
     tools, choice = body.tools or [], body.tool_choice
-    names = [tool.function.name for tool in tools]
+    names = [_named(tool)[1] for tool in tools]
     if repeated := next((name for place, name in enumerate(names) if name in names[:place]), ""):
         raise InvalidRequestError(f"'tools' has two tools of the name '{repeated}'.", param="tools")
-    named = choice.function.name if isinstance(choice, ToolChoice) else ""
-    if named and named not in names:
-        raise InvalidRequestError(
-            f"'tool_choice' names the tool '{named}', which is not in 'tools'.", param="tool_choice"
-        )
+    chosen = _chosen(body, names)
     if choice == "required" and not tools:
         raise InvalidRequestError("'tool_choice' is required, and there are no 'tools'.", param="tool_choice")
     if not tools:
         return None
-    functions = [tool.function for tool in tools]
-    for place, function in enumerate(functions):
-        if (function.parameters or {}).get("type", "object") != "object":
-            raise InvalidRequestError(
-                f"'tools[{place}].function.parameters' is not valid: its 'type' must be object.",
-                param=f"tools[{place}].function.parameters",
-            )
-    required = bool(named) or choice == "required"
+    must_call_one = isinstance(choice, NamedFunction | NamedCustom)
+    mode = choice.allowed_tools.mode if isinstance(choice, AllowedChoice) else choice
+    required = must_call_one or mode == "required"
+    offered = tuple(_offered(tool, place, required) for place, tool in enumerate(tools))
     return ToolUse(
-        listed=[
-            {"type": "function", "function": function.model_dump(exclude={"strict"}, exclude_none=True)}
-            for function in functions
-        ],
-        offered=tuple(
-            OfferedTool(function.name, function.parameters or _NO_PARAMETERS, required or bool(function.strict))
-            for function in functions
-            if choice != "none" and named in ("", function.name)
-        ),
-        strict=frozenset(function.name for function in functions if function.strict),
+        listed=[_listed(tool) for tool in tools],
+        offered=tuple(tool for tool in offered if tool.name in chosen),
+        custom=frozenset(tool.custom.name for tool in tools if isinstance(tool, CustomTool)),
+        strict=frozenset(tool.name for tool in offered if tool.grammar)
+        | {tool.function.name for tool in tools if isinstance(tool, FunctionTool) and tool.function.strict},
         required=required,
-        one_call=body.parallel_tool_calls is False or bool(named),
+        restricted=0 < len(chosen) < len(tools),
+        one_call=body.parallel_tool_calls is False or must_call_one,
+        fields={name: f"tools[{place}].{_FIELD[tools[place].type]}" for place, name in enumerate(names)},
     )
+
+
+def _named(tool: FunctionTool | CustomTool | NamedFunction | NamedCustom) -> tuple[str, str]:
+    """Its type and its name."""
+    if isinstance(tool, FunctionTool | NamedFunction):
+        return tool.type, tool.function.name
+    return tool.type, tool.custom.name
+
+
+def _chosen(body: ChatBody, names: list[str]) -> Collection[str]:
+    """Names of the tools that may be called. Raises InvalidRequestError."""
+    choice = body.tool_choice
+    if choice is None or isinstance(choice, str):
+        return () if choice == "none" else names
+    given = choice.allowed_tools.tools if isinstance(choice, AllowedChoice) else [choice]
+    known = {_named(tool) for tool in body.tools or ()}
+    for kind, name in map(_named, given):
+        if (kind, name) not in known:
+            what = "the tool" if kind == "function" and name not in names else f"the {kind} tool"
+            raise InvalidRequestError(
+                f"'tool_choice' names {what} '{name}', which is not in 'tools'.", param="tool_choice"
+            )
+    return {name for _, name in map(_named, given)}
+
+
+def _listed(tool: FunctionTool | CustomTool) -> dict[str, Any]:
+    if isinstance(tool, FunctionTool):
+        function = tool.function.model_dump(exclude={"strict"}, exclude_none=True)
+    else:
+        function = tool.custom.model_dump(include={"name", "description"}, exclude_none=True)
+        function["parameters"] = _input_schema(tool.custom)
+    return {"type": "function", "function": function}
+
+
+def _offered(tool: FunctionTool | CustomTool, place: int, required: bool) -> OfferedTool:
+    if isinstance(tool, CustomTool):
+        grammar = _input_grammar(tool.custom)
+        return OfferedTool(tool.custom.name, _input_schema(tool.custom), required or bool(grammar), grammar)
+    function = tool.function
+    if (function.parameters or {}).get("type", "object") != "object":
+        raise InvalidRequestError(
+            f"'tools[{place}].function.parameters' is not valid: its 'type' must be object.",
+            param=f"tools[{place}].function.parameters",
+        )
+    return OfferedTool(function.name, function.parameters or _NO_PARAMETERS, required or bool(function.strict))
+
+
+def _input_schema(custom: Custom) -> dict[str, Any]:
+    """Of the one argument that models know; its description has the grammar."""
+    wanted = custom.format.grammar if custom.format is not None else None
+    text: dict[str, Any] = {"type": "string"}
+    if wanted is not None:
+        text["description"] = f"Text of this {_SYNTAX[wanted.syntax]}:\n{wanted.definition}"
+    return {"type": "object", "properties": {INPUT: text}, "required": [INPUT], "additionalProperties": False}
+
+
+def _input_grammar(custom: Custom) -> str:
+    wanted = custom.format.grammar if custom.format is not None else None
+    if wanted is None:
+        return ""
+    return wanted.definition if wanted.syntax == "lark" else regex_lark(wanted.definition)
 
 
 def template_message(message: ChatMessage) -> dict[str, Any]:
@@ -89,18 +153,24 @@ def template_message(message: ChatMessage) -> dict[str, Any]:
         found["reasoning_content"] = message.reasoning
     if message.tool_calls:
         found["tool_calls"] = [
-            {"id": call.id or "", "type": "function", "function": _function(call.function)}
-            for call in message.tool_calls
+            {"id": call.id or "", "type": "function", "function": _function(call)} for call in message.tool_calls
         ]
     return found
 
 
-def _function(called: CalledFunction) -> dict[str, Any]:
-    """Arguments that are no object stay text: a call that was cut off, which a client has read from a stream."""
+def _function(call: FunctionCall | CustomCall) -> dict[str, Any]:
+    """The call of a custom tool is one of its function."""
+    if isinstance(call, CustomCall):
+        return {"name": call.custom.name, "arguments": {INPUT: call.custom.input}}
+    return {"name": call.function.name, "arguments": _arguments(call.function)}
+
+
+def _arguments(called: CalledFunction) -> Any:
+    """What is no object stays text: a call that was cut off, which a client has read from a stream."""
     try:
         arguments = json.loads(called.arguments or "null")
     except (ValueError, RecursionError):
         arguments = called.arguments
     if arguments is None:
         arguments = {}
-    return {"name": called.name, "arguments": arguments if isinstance(arguments, dict) else called.arguments}
+    return arguments if isinstance(arguments, dict) else called.arguments

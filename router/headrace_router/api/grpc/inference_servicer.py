@@ -23,6 +23,8 @@ from headrace_proto.inference_pb2 import (
     ListModelsResponse,
     ModelInfo,
     TokenProbability,
+    Tool,
+    ToolCall,
     ToolCallPart,
     Usage,
 )
@@ -223,23 +225,8 @@ def _chat_fields(chat: ChatMessages) -> dict[str, Any]:
     """As in a JSON body; what is empty is left out."""
     fields: dict[str, Any] = {"messages": [_message(entry) for entry in chat.messages]}
     if chat.tools:
-        fields["tools"] = [
-            {
-                "type": "function",
-                "function": {
-                    "name": tool.name,
-                    "description": tool.description or None,
-                    "parameters": _object(tool.parameters, "tools[].parameters"),
-                    "strict": tool.strict or None,
-                },
-            }
-            for tool in chat.tools
-        ]
-    if chat.tool and chat.tool_choice:
-        raise InvalidRequestError("Set one of tool and tool_choice.", param="tool")
-    fields["tool_choice"] = chat.tool_choice or None
-    if chat.tool:
-        fields["tool_choice"] = {"type": "function", "function": {"name": chat.tool}}
+        fields["tools"] = [_custom_tool(tool) if tool.custom else _function_tool(tool) for tool in chat.tools]
+    fields["tool_choice"] = _tool_choice(chat)
     if chat.HasField("parallel_tool_calls"):
         fields["parallel_tool_calls"] = chat.parallel_tool_calls
     fields["reasoning_effort"] = chat.reasoning_effort or None
@@ -247,12 +234,53 @@ def _chat_fields(chat: ChatMessages) -> dict[str, Any]:
     return fields
 
 
+def _function_tool(tool: Tool) -> dict[str, Any]:
+    function = {
+        "name": tool.name,
+        "description": tool.description or None,
+        "parameters": _object(tool.parameters, "tools[].parameters"),
+        "strict": tool.strict or None,
+    }
+    return {"type": "function", "function": function}
+
+
+def _custom_tool(tool: Tool) -> dict[str, Any]:
+    if tool.parameters or tool.strict:
+        raise InvalidRequestError("A custom tool has no parameters, and is not strict.", param="tools[].custom")
+    custom: dict[str, Any] = {"name": tool.name, "description": tool.description or None}
+    if tool.HasField("grammar"):
+        grammar = {"syntax": tool.grammar.syntax, "definition": tool.grammar.definition}
+        custom["format"] = {"type": "grammar", "grammar": grammar}
+    return {"type": "custom", "custom": custom}
+
+
+def _tool_choice(chat: ChatMessages) -> Any:
+    if chat.tool and (chat.tool_choice or chat.allowed_tools):
+        raise InvalidRequestError("Set tool, or tool_choice and allowed_tools.", param="tool")
+    custom = {tool.name for tool in chat.tools if tool.custom}
+
+    def named(name: str) -> dict[str, Any]:
+        kind = "custom" if name in custom else "function"
+        return {"type": kind, kind: {"name": name}}
+
+    if chat.tool:
+        return named(chat.tool)
+    if chat.allowed_tools:
+        allowed = {"mode": chat.tool_choice or "auto", "tools": [*map(named, chat.allowed_tools)]}
+        return {"type": "allowed_tools", "allowed_tools": allowed}
+    return chat.tool_choice or None
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    if call.custom:
+        return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": call.arguments}}
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
 def _message(entry: ChatMessage) -> dict[str, Any]:
     message: dict[str, Any] = {"role": entry.role, "content": entry.content}
     if entry.tool_calls:
-        message["tool_calls"] = [
-            {"id": call.id, "function": {"name": call.name, "arguments": call.arguments}} for call in entry.tool_calls
-        ]
+        message["tool_calls"] = [_call(call) for call in entry.tool_calls]
     return message | {
         "tool_call_id": entry.tool_call_id or None,
         "reasoning_content": entry.reasoning_content or None,
@@ -304,7 +332,7 @@ def _event(update: ChoiceUpdate, prompt: Sequence[int]) -> GenerateEvent:
         finish_reason=update.finish_reason or "",
         reasoning_content="".join(parsed.reasoning),
         tool_calls=[
-            ToolCallPart(index=part.index, id=part.ident, name=part.name, arguments=part.arguments)
+            ToolCallPart(index=part.index, id=part.ident, name=part.name, arguments=part.arguments, custom=part.custom)
             for part in parsed.calls.values()
         ],
         prompt_logprobs=[_probability(*pair) for pair in zip(prompt[1:], update.prompt_logprobs or (), strict=False)],

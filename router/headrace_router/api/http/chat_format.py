@@ -77,7 +77,7 @@ class ChatFormat:
         if update.pieces:
             delta["content"] = update.text
         if parsed.calls:
-            delta["tool_calls"] = [_call_delta(part) for part in parsed.calls.values()]
+            delta["tool_calls"] = [{"index": part.index, **_call(part)} for part in parsed.calls.values()]
         return line_json(delta)
 
     def usage_chunk(self, running: RunningRequest) -> bytes:
@@ -113,14 +113,7 @@ class ChatFormat:
             message[self._reasoning_field] = "".join(parsed.reasoning)
         if parsed.calls:
             message["content"] = update.text or None
-            message["tool_calls"] = [
-                {
-                    "id": part.ident,
-                    "type": "function",
-                    "function": {"name": part.name, "arguments": part.arguments},
-                }
-                for part in parsed.calls.values()
-            ]
+            message["tool_calls"] = [_call(part) for part in parsed.calls.values()]
         yield b'{"index":%d,"message":%b,"logprobs":' % (update.index, line_json(message))
         yield from self._entries(update) if self._logprobs else (b"null",)
         yield b',"finish_reason":' + dumps(update.finish_reason)
@@ -135,7 +128,9 @@ class ChatFormat:
         yield b',"refusal":null}'
 
 
-def _call_delta(part: CallPart) -> dict[str, Any]:
-    function = {"name": part.name, "arguments": part.arguments} if part.name else {"arguments": part.arguments}
-    begin = {"id": part.ident, "type": "function"} if part.name else {}
-    return {"index": part.index, **begin, "function": function}
+def _call(part: CallPart) -> dict[str, Any]:
+    """A call, or what is new of it: after its first part the arguments alone."""
+    kind, field = ("custom", "input") if part.custom else ("function", "arguments")
+    if not part.name:
+        return {kind: {field: part.arguments}}
+    return {"id": part.ident, "type": kind, kind: {"name": part.name, field: part.arguments}}

@@ -8,8 +8,14 @@ _TECHNICAL_MINIMA = {-(2**31), -(2**63)}
 
 def schema_text(schema: dict[str, Any]) -> str:
     """Type and range, such as 'integer, 1 or more'. Null is left out: it counts as absent."""
-    forms = [form for form in schema.get("anyOf", [schema]) if form.get("type") != "null"]
-    return " or ".join(map(_form_text, forms))
+    forms = [form for form in _forms(schema) if form.get("type") != "null"]
+    return " or ".join(dict.fromkeys(map(_form_text, forms)))
+
+
+def _forms(schema: dict[str, Any]) -> list[dict[str, Any]]:
+    """Those of a union, and of the unions in it."""
+    branches = schema.get("anyOf") or schema.get("oneOf")
+    return [form for branch in branches for form in _forms(branch)] if branches else [schema]
 
 
 def _form_text(form: dict[str, Any]) -> str:
