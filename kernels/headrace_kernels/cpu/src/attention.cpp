@@ -24,10 +24,13 @@ constexpr float NEGATIVE_INFINITY = -std::numeric_limits<float>::infinity();
 // What an entry returns: library.py raises the errors.
 enum Status : int64_t { DONE, UNSUPPORTED, BAD_LENGTHS, BAD_TABLE, BAD_SLOT };
 
+// Rows of a block of a product, and vectors of one: some 12 sums of the 16 registers, of AVX-512 16 of 32.
 #ifdef __AVX512F__
-constexpr int ROW_BLOCK = 8, VECTOR_BLOCK = 2;  // 16 accumulators of the 32 registers
+constexpr int ROW_BLOCK = 8;
+constexpr int vectors_of(int rows) { return rows <= 4 ? 4 : 2; }
 #else
-constexpr int ROW_BLOCK = 4, VECTOR_BLOCK = 1;
+constexpr int ROW_BLOCK = 6;
+constexpr int vectors_of(int rows) { return rows == 1 ? 4 : rows <= 2 ? 2 : 1; }
 #endif
 
 struct Batch {
@@ -73,25 +76,29 @@ struct Scratch {
 // c[ROWS][VECTORS * 16] += a[ROWS][depth] * b[depth][...], b given by a function from depth index to row pointer.
 template <int ROWS, int VECTORS, class RowOf>
 inline void multiply_block(const float* a, int a_stride, RowOf b, int from, int to, float* c, int c_stride) {
-    floats acc[ROWS][VECTORS];
+    float_register acc[ROWS][VECTORS * PIECES];  // compilers keep these in registers, and arrays of `floats` not always
     for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < VECTORS; v++) acc[r][v] = load(c + r * c_stride + v * WIDTH);
+        for (int v = 0; v < VECTORS; v++) split(load(c + r * c_stride + v * WIDTH), acc[r] + v * PIECES);
     for (int k = from; k < to; k++) {
         const float* row = b(k);
-        floats y[VECTORS];
-        for (int v = 0; v < VECTORS; v++) y[v] = load(row + v * WIDTH);
-        for (int r = 0; r < ROWS; r++)
-            for (int v = 0; v < VECTORS; v++) acc[r][v] = multiply_add(spread(a[r * a_stride + k]), y[v], acc[r][v]);
+        float_register y[VECTORS * PIECES];
+        for (int v = 0; v < VECTORS; v++) split(load(row + v * WIDTH), y + v * PIECES);
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; r++) {
+            const float_register x = a[r * a_stride + k] - float_register{};
+            for (int v = 0; v < VECTORS * PIECES; v++) acc[r][v] = multiply_add(x, y[v], acc[r][v]);
+        }
     }
     for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < VECTORS; v++) store(c + r * c_stride + v * WIDTH, acc[r][v]);
+        for (int v = 0; v < VECTORS; v++) store(c + r * c_stride + v * WIDTH, read<floats>(acc[r] + v * PIECES));
 }
 
 template <int ROWS, class RowOf>
 inline void multiply_rows(const float* a, int a_stride, RowOf b, int from, int to, float* c, int c_stride, int width) {
+    constexpr int VECTORS = vectors_of(ROWS);
     int column = 0;
-    for (; column + VECTOR_BLOCK * WIDTH <= width; column += VECTOR_BLOCK * WIDTH)
-        multiply_block<ROWS, VECTOR_BLOCK>(a, a_stride, [=](int k) { return b(k) + column; }, from, to, c + column, c_stride);
+    for (; column + VECTORS * WIDTH <= width; column += VECTORS * WIDTH)
+        multiply_block<ROWS, VECTORS>(a, a_stride, [=](int k) { return b(k) + column; }, from, to, c + column, c_stride);
     for (; column < width; column += WIDTH)
         multiply_block<ROWS, 1>(a, a_stride, [=](int k) { return b(k) + column; }, from, to, c + column, c_stride);
 }
@@ -114,39 +121,30 @@ void multiply(const float* a, int a_stride, int rows, RowOf b, int from, int to,
     }
 }
 
-// transposed[d][TILE] = keys[n][d]: the scores then run over keys in vector lanes.
-#ifdef __AVX512F__
-template <int STEP>
-inline void swap_lanes(floats* x) {
-    ints low, high;
-    for (int i = 0; i < WIDTH; i++) {
-        low[i] = (i & STEP) ? (i - STEP) + WIDTH : i;
-        high[i] = (i & STEP) ? i + WIDTH : i + STEP;
+// A step of a transposition: swaps halves of each 2 * STEP lanes of x[i] with those of x[i + STEP].
+template <int STEP> inline void swap_lanes(float_register* x) {
+    int_register low, high;
+    for (int i = 0; i < LANES; i++) {
+        low[i] = (i & STEP) ? (i - STEP) + LANES : i;
+        high[i] = (i & STEP) ? i + LANES : i + STEP;
     }
-    for (int i = 0; i < WIDTH; i++) {
+    for (int i = 0; i < LANES; i++) {
         if (i & STEP) continue;
-        floats a = x[i], b = x[i + STEP];
+        const float_register a = x[i], b = x[i + STEP];
         x[i] = __builtin_shuffle(a, b, low);
         x[i + STEP] = __builtin_shuffle(a, b, high);
     }
+    if constexpr (STEP > 1) swap_lanes<STEP / 2>(x);
 }
-#endif
 
+// transposed[d][TILE] = keys[n][d]: the scores then run over keys in vector lanes.
 void transpose(const float* const* keys, int count, int head_dim, float* transposed) {
-    for (int n = 0; n < count; n += WIDTH)
-        for (int d = 0; d < head_dim; d += WIDTH) {
-#ifdef __AVX512F__
-            floats x[WIDTH];
-            for (int i = 0; i < WIDTH; i++) x[i] = load(keys[n + i] + d);
-            swap_lanes<8>(x);
-            swap_lanes<4>(x);
-            swap_lanes<2>(x);
-            swap_lanes<1>(x);
-            for (int i = 0; i < WIDTH; i++) store(transposed + (d + i) * TILE + n, x[i]);
-#else
-            for (int i = 0; i < WIDTH; i++)
-                for (int j = 0; j < WIDTH; j++) transposed[(d + j) * TILE + n + i] = keys[n + i][d + j];
-#endif
+    for (int n = 0; n < count; n += LANES)
+        for (int d = 0; d < head_dim; d += LANES) {
+            float_register x[LANES];
+            for (int i = 0; i < LANES; i++) x[i] = read<float_register>(keys[n + i] + d);
+            swap_lanes<LANES / 2>(x);
+            for (int i = 0; i < LANES; i++) Memory<float_register>::write((char*)(transposed + (d + i) * TILE + n), x[i]);
         }
 }
 
@@ -197,7 +195,8 @@ void attend_tile(const Batch& batch, const Item& item, int64_t base, Scratch& sc
             store(row + n, e);
             total += e;
         }
-        const float shrink = std::exp(rows.peak[r] - highest);  // 0 for the first tile of a row
+        // 0 for the first tile of a row.
+        const float shrink = rows.peak[r] == highest ? 1.f : std::exp(rows.peak[r] - highest);
         rows.peak[r] = highest;
         rows.total[r] = rows.total[r] * shrink + sum(total);
         if (shrink != 1.f) {

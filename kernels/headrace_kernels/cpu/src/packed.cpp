@@ -216,7 +216,7 @@ __attribute__((noinline)) void tile(const Weight& w, int64_t panel, const uint8_
     const uint8_t *panels[P], *codes[P];
     for (int p = 0; p < P; p++) {
         panels[p] = w.data + (panel + p) * w.panel;
-        codes[p] = F == EXPANDED ? expanded + p * w.inputs * (PAIRS ? 32 : 64) : panels[p] + w.header;
+        codes[p] = expanded ? expanded + p * w.inputs * (PAIRS ? 32 : 64) : panels[p] + w.header;
     }
     floats total[R][P];
     multiply<F, PAIRS, R, P>(w, panels, codes, x, sums, total);
@@ -232,7 +232,7 @@ __attribute__((noinline)) void tile(const Weight& w, int64_t panel, const uint8_
     }
 }
 
-// The codes of one panel as they are multiplied.
+// The weights of one panel as they are multiplied.
 template <Form F, bool PAIRS> void expand(const Weight& w, int64_t panel, uint8_t* to) {
     const uint8_t* codes = w.data + panel * w.panel + w.header;
     typename std::conditional<PAIRS, PairColumn<F, 1>, Column<F, 1>>::type column;
@@ -252,7 +252,7 @@ constexpr int ROWS = 12, PAIR = 2, QUAD = 4;  // 24 sums of the 32 registers
 #else
 constexpr int ROWS = 6, PAIR = 1, QUAD = 4;  // 12 of the 16 of half the size
 #endif
-constexpr int MANY = 2 * ROWS;  // rows for which codes are expanded
+constexpr int MANY = 2 * ROWS;  // rows for which weights are expanded
 
 // All rows times P panels.
 template <Form F, bool PAIRS, int P>
@@ -281,7 +281,9 @@ void share(const Weight& w, int64_t from, int64_t to, const void* inputs, const 
         for (; panel < to; panel++) tile<F, PAIRS, 1, 1>(w, panel, nullptr, x, sums, bias, out);
         return;
     }
-    std::vector<uint8_t> space(F >= CODES8 && rows >= MANY ? PAIR * w.inputs * (PAIRS ? 32 : 64) : 0);
+    constexpr bool CODED = F >= CODES8, EXPANDS = CODED || (F == BFLOAT16 && !PAIRS);
+    constexpr Form NUMBERS = CODED ? EXPANDED : FLOAT32;
+    std::vector<uint8_t> space(EXPANDS && rows >= MANY ? PAIR * w.inputs * (PAIRS ? 32 : 64) : 0);
     for (; panel < to; panel += PAIR) {
         const bool both = panel + PAIR <= to;
         if (space.empty()) {
@@ -289,8 +291,8 @@ void share(const Weight& w, int64_t from, int64_t to, const void* inputs, const 
             continue;
         }
         for (int p = 0; p < (both ? PAIR : 1); p++) expand<F, PAIRS>(w, panel + p, &space[p * space.size() / PAIR]);
-        (both ? rows_times<EXPANDED, PAIRS, PAIR> : rows_times<EXPANDED, PAIRS, 1>)(w, panel, space.data(), x, sums, rows,
-                                                                                    bias, out);
+        (both ? rows_times<NUMBERS, PAIRS, PAIR> : rows_times<NUMBERS, PAIRS, 1>)(w, panel, space.data(), x, sums, rows, bias,
+                                                                                  out);
     }
 }
 

@@ -96,7 +96,8 @@ typedef Two<Two<word_register, uint32_t>, uint32_t> words;
 #endif
 
 constexpr int WIDTH = 16;
-constexpr int PIECES = 64 / REGISTER;  // registers of a value
+constexpr int LANES = REGISTER / 4;
+constexpr int PIECES = WIDTH / LANES;  // registers of a value
 
 template <class V> inline void split(V x, V* to) { *to = x; }
 template <class H, class E, class V> inline void split(Two<H, E> x, V* to) {
@@ -139,20 +140,24 @@ static inline ints lanes() {
 
 static inline floats spread(float x) { return x - floats{}; }
 
+// Both halves of a value as one, down to a number: the same pairs for every size of registers.
+template <class Op> inline float fold(float_register x, Op op) {
+    for (int half = LANES / 2; half; half /= 2) {
+        int_register other;
+        for (int i = 0; i < LANES; i++) other[i] = (i + half) % LANES;
+        x = op(x, __builtin_shuffle(x, other));
+    }
+    return x[0];
+}
+
+template <class H, class E, class Op> inline float fold(Two<H, E> x, Op op) { return fold(op(x.low, x.high), op); }
+
 static inline float sum(floats x) {
-    float part[WIDTH];
-    store(part, x);
-    for (int half = WIDTH / 2; half; half /= 2)
-        for (int i = 0; i < half; i++) part[i] += part[i + half];
-    return part[0];
+    return fold(x, [](auto a, auto b) { return a + b; });
 }
 
 static inline float largest(floats x) {
-    float part[WIDTH];
-    store(part, x);
-    for (int half = WIDTH / 2; half; half /= 2)
-        for (int i = 0; i < half; i++) part[i] = part[i] > part[i + half] ? part[i] : part[i + half];
-    return part[0];
+    return fold(x, [](auto a, auto b) { return pick(a > b, a, b); });
 }
 
 // e**x to about 2 units in the last place; x below -87 counts as -87 and above 88 as 88; NaN stays NaN.
