@@ -15,7 +15,7 @@ struct Matrix {
     double offset, centre;
 
     // Space of a product for `rows` rows that the team shares, in words of four bytes.
-    int64_t words(int64_t rows) const { return rows * ((in_pairs ? inputs / 2 : 0) + inputs / group); }
+    int64_t words(int64_t rows) const { return rows * (inputs / (in_pairs ? 2 : 1) + inputs / group); }
 };
 
 // out = x @ weight.T + bias

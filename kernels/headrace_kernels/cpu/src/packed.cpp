@@ -19,7 +19,7 @@ enum Form { FLOAT32 = 0, BFLOAT16 = 1, CODES8 = 2, CODES4 = 3, EXPANDED = 4 };
 
 struct Weight {
     const uint8_t* data;
-    int64_t outputs, inputs, group;
+    int64_t outputs, inputs, group, bits;
     Form form;
     bool wide;    // scales are float32, else float16
     bool minima;  // are stored, else a minimum is -offset * scale
@@ -29,12 +29,12 @@ struct Weight {
 
     Weight(const uint8_t* data, int64_t outputs, int64_t inputs, int64_t form, int64_t group, int64_t wide, int64_t minima,
            float offset, float centre)
-        : data(data), outputs(outputs), inputs(inputs), group(group), form((Form)form), wide(wide), minima(minima),
-          offset(offset), centre(centre) {
+        : data(data), outputs(outputs), inputs(inputs), group(group),
+          bits(form == FLOAT32 ? 32 : form == BFLOAT16 ? 16 : form == CODES8 ? 8 : 4), form((Form)form), wide(wide),
+          minima(minima), offset(offset), centre(centre) {
         const bool coded = form >= CODES8;
         scale_bytes = coded ? WIDTH * (wide ? 4 : 2) : 0;
         header = coded ? inputs / group * scale_bytes * (minima ? 2 : 1) : 0;
-        const int64_t bits = form == FLOAT32 ? 32 : form == BFLOAT16 ? 16 : form == CODES8 ? 8 : 4;
         panel = header + inputs * WIDTH * bits / 8;
     }
 
@@ -153,96 +153,123 @@ inline float_register add_pairs(float_register total, word_register a, word_regi
 template <Form F, bool PAIRS> constexpr int STEP = F == CODES4 ? 8 : F == BFLOAT16 || PAIRS ? 2 : 1;
 template <Form F, bool PAIRS> constexpr int TURNS = STEP<F, PAIRS> / (PAIRS ? 2 : 1);
 
-// R rows times P panels: in float32, or with inputs in bfloat16, which are in pairs then. sums: of each row's inputs per group.
+// One product of a packed weight. A thread computes panels for all rows, in blocks of inputs whose weights stay in its cache.
+struct Product {
+    const Weight& w;
+    const uint32_t* inputs;  // rows in tiles, each [words of a row, rows of the tile]: numbers, or pairs of bfloat16
+    const float* sums;       // [rows, groups]: of each row's inputs; null where no minimum needs them
+    const float* bias;
+    float* out;
+    int64_t rows;
+};
+
+// The inputs [from, to) of a product for P panels, whose codes begin at `from`.
+template <int P> struct Block {
+    int64_t panel, from, to;
+    const uint8_t* codes[P];
+    float* partial;  // [rows, P * 16]: sums of the blocks before
+};
+
+// Adds the products of the inputs [first, to) to the sums of R rows times P panels: in float32, or in pairs of bfloat16.
+// codes: of the input `origin`.
 template <Form F, bool PAIRS, int R, int P>
-inline void multiply(const Weight& w, const uint8_t* const* panels, const uint8_t* const* codes, const void* inputs,
-                     const float* sums, floats (*total)[P]) {
-    const float* x = (const float*)inputs;
-    const uint32_t* pairs = (const uint32_t*)inputs;
-    for (int r = 0; r < R; r++)
-        for (int p = 0; p < P; p++) total[r][p] = floats{};
-    constexpr bool SCALED = F >= CODES8;
+inline __attribute__((always_inline)) void multiply(const uint8_t* const* codes, int64_t origin, int64_t first, int64_t to,
+                                                    const uint32_t* x, float_register (*part)[P * PIECES]) {
     constexpr int step = STEP<F, PAIRS>, turns = TURNS<F, PAIRS>;
     typename std::conditional<PAIRS, PairColumn<F, P>, Column<F, P>>::type column;
-    const int64_t group = SCALED ? w.group : w.inputs, groups = w.inputs / group;
-    for (int64_t g = 0; g < groups; g++) {
-        float_register part[R][P * PIECES];  // compilers keep these in registers, and arrays of `floats` not always
-        for (int r = 0; r < R; r++)
-            for (int p = 0; p < P; p++) split(SCALED ? floats{} : total[r][p], part[r] + p * PIECES);
-        for (int64_t first = g * group; first < (g + 1) * group; first += step) {
-            column.load(codes, first);
+    for (; first < to; first += step) {
+        column.load(codes, first - origin);
 #pragma GCC unroll 8
-            for (int j = 0; j < turns; j++) {
-                if constexpr (PAIRS) {
-                    word_register value[P * PIECES];
-                    for (int p = 0; p < P; p++) split(column.get(j, p), value + p * PIECES);
+        for (int j = 0; j < turns; j++) {
+            const uint32_t* input = x + (first / (PAIRS ? 2 : 1) + j) * R;
+            if constexpr (PAIRS) {
+                word_register value[P * PIECES];
+                for (int p = 0; p < P; p++) split(column.get(j, p), value + p * PIECES);
 #pragma GCC unroll 16
-                    for (int r = 0; r < R; r++) {
-                        const word_register input = pairs[(r * w.inputs + first) / 2 + j] - word_register{};
-                        for (int p = 0; p < P * PIECES; p++) part[r][p] = add_pairs(part[r][p], value[p], input);
-                    }
-                } else {
-                    float_register value[P * PIECES];
-                    for (int p = 0; p < P; p++) split(column.get(codes, first, j, p), value + p * PIECES);
+                for (int r = 0; r < R; r++) {
+                    const word_register pair = input[r] - word_register{};
+                    for (int p = 0; p < P * PIECES; p++) part[r][p] = add_pairs(part[r][p], value[p], pair);
+                }
+            } else {
+                float_register value[P * PIECES];
+                for (int p = 0; p < P; p++) split(column.get(codes, first - origin, j, p), value + p * PIECES);
 #pragma GCC unroll 16
-                    for (int r = 0; r < R; r++) {
-                        const float_register input = x[r * w.inputs + first + j] - float_register{};
-                        for (int p = 0; p < P * PIECES; p++) part[r][p] = multiply_add(value[p], input, part[r][p]);
-                    }
+                for (int r = 0; r < R; r++) {
+                    const float_register number = read<float>(input + r) - float_register{};
+                    for (int p = 0; p < P * PIECES; p++) part[r][p] = multiply_add(value[p], number, part[r][p]);
                 }
             }
         }
+    }
+}
+
+// Adds a block to the totals of R rows times P panels. sums: of the rows' groups of inputs, or null.
+template <Form F, bool PAIRS, int R, int P>
+inline void multiply_groups(const Weight& w, const Block<P>& block, const uint32_t* x, const float* sums, floats (*total)[P]) {
+    const int64_t groups = w.inputs / w.group;
+    for (int64_t g = block.from / w.group; g < block.to / w.group; g++) {
+        float_register part[R][P * PIECES]{};  // compilers keep these in registers, and arrays of `floats` not always
+        multiply<F, PAIRS, R, P>(block.codes, block.from, g * w.group, (g + 1) * w.group, x, part);
         floats scale[P], least[P];
-        for (int p = 0; p < P && SCALED; p++) {
-            w.scales(panels[p], g, &scale[p], &least[p]);
+        for (int p = 0; p < P; p++) {
+            w.scales(w.data + (block.panel + p) * w.panel, g, &scale[p], &least[p]);
             least[p] = multiply_add(scale[p], spread(w.centre), least[p]);
         }
         for (int r = 0; r < R; r++)
             for (int p = 0; p < P; p++) {
-                const floats whole = read<floats>(part[r] + p * PIECES);
-                if (SCALED) {
-                    total[r][p] = multiply_add(scale[p], whole, total[r][p]);
-                    if (sums) total[r][p] = multiply_add(least[p], spread(sums[r * groups + g]), total[r][p]);
-                } else
-                    total[r][p] = whole;
+                total[r][p] = multiply_add(scale[p], read<floats>(part[r] + p * PIECES), total[r][p]);
+                if (sums) total[r][p] = multiply_add(least[p], spread(sums[r * groups + g]), total[r][p]);
             }
     }
 }
 
-// Not inlined: compilers keep the sums of a loop that is part of a larger function in memory.
+// The rows [row, row + R). Not inlined: compilers keep the sums of a loop that is part of a larger function in memory.
 template <Form F, bool PAIRS, int R, int P>
-__attribute__((noinline)) void tile(const Weight& w, int64_t panel, const uint8_t* expanded, const void* x, const float* sums, const float* bias,
-          float* out) {
-    const uint8_t *panels[P], *codes[P];
-    for (int p = 0; p < P; p++) {
-        panels[p] = w.data + (panel + p) * w.panel;
-        codes[p] = expanded ? expanded + p * w.inputs * (PAIRS ? 32 : 64) : panels[p] + w.header;
-    }
+__attribute__((noinline)) void tile(const Product& product, const Block<P>& block, int64_t row) {
+    const Weight& w = product.w;
+    float* partial = block.partial + row * P * WIDTH;
+    const uint32_t* x = product.inputs + row * (w.inputs / (PAIRS ? 2 : 1));
+    const auto before = [&](int r, int p) { return block.from ? load(partial + (r * P + p) * WIDTH) : floats{}; };
     floats total[R][P];
-    multiply<F, PAIRS, R, P>(w, panels, codes, x, sums, total);
+    if constexpr (F >= CODES8) {
+        for (int r = 0; r < R; r++)
+            for (int p = 0; p < P; p++) total[r][p] = before(r, p);
+        const float* sums = product.sums ? product.sums + row * (w.inputs / w.group) : nullptr;
+        multiply_groups<F, PAIRS, R, P>(w, block, x, sums, total);
+    } else {
+        float_register part[R][P * PIECES];
+        for (int r = 0; r < R; r++)
+            for (int p = 0; p < P; p++) split(before(r, p), part[r] + p * PIECES);
+        multiply<F, PAIRS, R, P>(block.codes, block.from, block.from, block.to, x, part);
+        for (int r = 0; r < R; r++)
+            for (int p = 0; p < P; p++) total[r][p] = read<floats>(part[r] + p * PIECES);
+    }
     for (int p = 0; p < P; p++) {
-        const int64_t first = (panel + p) * WIDTH;
+        const int64_t first = (block.panel + p) * WIDTH;
         const int64_t kept = std::min<int64_t>(WIDTH, w.outputs - first);
         for (int r = 0; r < R; r++) {
+            if (block.to < w.inputs) {
+                store(partial + (r * P + p) * WIDTH, total[r][p]);
+                continue;
+            }
             float values[WIDTH];
             store(values, total[r][p]);
             for (int64_t i = 0; i < kept; i++)
-                out[r * w.outputs + first + i] = values[i] + (bias ? bias[first + i] : 0.f);
+                product.out[(row + r) * w.outputs + first + i] = values[i] + (product.bias ? product.bias[first + i] : 0.f);
         }
     }
 }
 
-// The weights of one panel as they are multiplied.
-template <Form F, bool PAIRS> void expand(const Weight& w, int64_t panel, uint8_t* to) {
-    const uint8_t* codes = w.data + panel * w.panel + w.header;
+// The inputs [from, to) of one panel as they are multiplied.
+template <Form F, bool PAIRS> void expand(const uint8_t* codes, int64_t from, int64_t to, uint8_t* into) {
     typename std::conditional<PAIRS, PairColumn<F, 1>, Column<F, 1>>::type column;
-    for (int64_t first = 0; first < w.inputs; first += STEP<F, PAIRS>) {
+    for (int64_t first = from; first < to; first += STEP<F, PAIRS>) {
         column.load(&codes, first);
-        for (int j = 0; j < TURNS<F, PAIRS>; j++, to += sizeof(floats)) {
+        for (int j = 0; j < TURNS<F, PAIRS>; j++, into += sizeof(floats)) {
             if constexpr (PAIRS)
-                store((float*)to, (floats)column.get(j, 0));
+                store((float*)into, (floats)column.get(j, 0));
             else
-                store((float*)to, column.get(&codes, first, j, 0));
+                store((float*)into, column.get(&codes, first, j, 0));
         }
     }
 }
@@ -252,48 +279,66 @@ constexpr int ROWS = 12, PAIR = 2, QUAD = 4;  // 24 sums of the 32 registers
 #else
 constexpr int ROWS = 6, PAIR = 1, QUAD = 4;  // 12 of the 16 of half the size
 #endif
-constexpr int MANY = 2 * ROWS;  // rows for which weights are expanded
+constexpr int MANY = 2 * ROWS;     // rows for which weights are expanded
+constexpr int64_t INPUTS = 256;    // of a block: with it the weights of PAIR panels take 16 to 32 KiB
+
+// kernel(row, tile): for each tile of rows, of a constant number of rows.
+template <class Kernel> inline void for_tiles(int64_t rows, Kernel kernel) {
+    int64_t row = 0;
+    auto run = [&](auto count) {
+        for (; row + count.value <= rows; row += count.value) kernel(row, count);
+    };
+    run(std::integral_constant<int, ROWS>{});
+    run(std::integral_constant<int, 4>{});
+    run(std::integral_constant<int, 2>{});
+    run(std::integral_constant<int, 1>{});
+}
 
 // All rows times P panels.
-template <Form F, bool PAIRS, int P>
-void rows_times(const Weight& w, int64_t panel, const uint8_t* expanded, const uint8_t* x, const float* sums, int64_t rows,
-                const float* bias, float* out) {
-    const int64_t groups = w.inputs / w.group, row_bytes = w.inputs * (PAIRS ? 2 : 4);
-    int64_t row = 0;
-    auto run = [&](auto kernel, int count) {
-        for (; row + count <= rows; row += count)
-            kernel(w, panel, expanded, x + row * row_bytes, sums ? sums + row * groups : sums, bias, out + row * w.outputs);
-    };
-    run(tile<F, PAIRS, ROWS, P>, ROWS);
-    run(tile<F, PAIRS, 4, P>, 4);
-    run(tile<F, PAIRS, 2, P>, 2);
-    run(tile<F, PAIRS, 1, P>, 1);
+template <Form F, bool PAIRS, int P> void times(const Product& product, int64_t panel, float* partial, uint8_t* space) {
+    constexpr bool CODED = F >= CODES8;
+    constexpr Form NUMBERS = CODED ? EXPANDED : FLOAT32;
+    const Weight& w = product.w;
+    const int64_t unit = CODED ? w.group : 8, most = product.rows == 1 ? w.inputs : std::max<int64_t>(INPUTS / unit, 1) * unit;
+    Block<P> block{panel, 0, 0, {}, partial};
+    for (; block.from < w.inputs; block.from = block.to) {
+        block.to = std::min(block.from + most, w.inputs);
+        for (int p = 0; p < P; p++) {
+            const uint8_t* codes = w.data + (panel + p) * w.panel + w.header;
+            block.codes[p] = codes + block.from * WIDTH * w.bits / 8;
+            if (!space) continue;
+            uint8_t* into = space + p * most * (PAIRS ? 32 : 64);
+            expand<F, PAIRS>(codes, block.from, block.to, into);
+            block.codes[p] = into;
+        }
+        if constexpr (P == QUAD) {  // for one row alone
+            tile<F, PAIRS, 1, P>(product, block, 0);
+        } else {
+            for_tiles(product.rows, [&](int64_t row, auto count) {
+                if (space)
+                    tile<NUMBERS, PAIRS, decltype(count)::value, P>(product, block, row);
+                else
+                    tile<F, PAIRS, decltype(count)::value, P>(product, block, row);
+            });
+        }
+    }
 }
 
 // All rows times the panels [from, to).
-template <Form F, bool PAIRS>
-void share(const Weight& w, int64_t from, int64_t to, const void* inputs, const float* sums, int64_t rows, const float* bias,
-           float* out) {
-    const uint8_t* x = (const uint8_t*)inputs;
+template <Form F, bool PAIRS> void share(const Product& product, int64_t from, int64_t to) {
+    const Weight& w = product.w;
     int64_t panel = from;
-    if (rows == 1) {
-        for (; panel + QUAD <= to; panel += QUAD) tile<F, PAIRS, 1, QUAD>(w, panel, nullptr, x, sums, bias, out);
-        for (; panel < to; panel++) tile<F, PAIRS, 1, 1>(w, panel, nullptr, x, sums, bias, out);
+    if (product.rows == 1) {
+        for (; panel + QUAD <= to; panel += QUAD) times<F, PAIRS, QUAD>(product, panel, nullptr, nullptr);
+        for (; panel < to; panel++) times<F, PAIRS, 1>(product, panel, nullptr, nullptr);
         return;
     }
-    constexpr bool CODED = F >= CODES8, EXPANDS = CODED || (F == BFLOAT16 && !PAIRS);
-    constexpr Form NUMBERS = CODED ? EXPANDED : FLOAT32;
-    std::vector<uint8_t> space(EXPANDS && rows >= MANY ? PAIR * w.inputs * (PAIRS ? 32 : 64) : 0);
-    for (; panel < to; panel += PAIR) {
-        const bool both = panel + PAIR <= to;
-        if (space.empty()) {
-            (both ? rows_times<F, PAIRS, PAIR> : rows_times<F, PAIRS, 1>)(w, panel, nullptr, x, sums, rows, bias, out);
-            continue;
-        }
-        for (int p = 0; p < (both ? PAIR : 1); p++) expand<F, PAIRS>(w, panel + p, &space[p * space.size() / PAIR]);
-        (both ? rows_times<NUMBERS, PAIRS, PAIR> : rows_times<NUMBERS, PAIRS, 1>)(w, panel, space.data(), x, sums, rows, bias,
-                                                                                  out);
-    }
+    constexpr bool EXPANDS = F >= CODES8 || (F == BFLOAT16 && !PAIRS);
+    std::vector<float> partial(product.rows * PAIR * WIDTH);
+    std::vector<uint8_t> space(EXPANDS && product.rows >= MANY ? PAIR * std::max(INPUTS, w.group) * (PAIRS ? 32 : 64) : 0);
+    uint8_t* expanded = space.empty() ? nullptr : space.data();
+    for (; panel + PAIR <= to; panel += PAIR) times<F, PAIRS, PAIR>(product, panel, partial.data(), expanded);
+    for (; panel < to; panel++) times<F, PAIRS, 1>(product, panel, partial.data(), expanded);
 }
 
 // Rounded to bfloat16, to the nearest even; NaN stays NaN.
@@ -318,20 +363,39 @@ inline float group_sum(const float* x, int64_t n, bool in_pairs) {
     return in_pairs ? rest : sum(acc) + rest;
 }
 
-// The inputs [first, first + 8) of a row in pairs: neighbours, or of 4-bit codes those that are four apart.
-inline void pair(const float* x, bool apart, int64_t n, uint32_t* to) {
-    for (int64_t i = 0; i < n / 2; i++)
+// Eight inputs in pairs: neighbours, or of 4-bit codes those that are four apart.
+inline void pair(const float* x, bool apart, uint32_t* to) {
+    for (int i = 0; i < 4; i++)
         to[i] = apart ? rounded(x[i]) | rounded(x[i + 4]) << 16 : rounded(x[2 * i]) | rounded(x[2 * i + 1]) << 16;
 }
 
-template <bool PAIRS>
-void run(const Weight& w, int64_t from, int64_t to, const void* x, const float* sums, int64_t rows, const float* bias,
-         float* out) {
-    switch (w.form) {
-        case FLOAT32: return share<FLOAT32, false>(w, from, to, x, sums, rows, bias, out);
-        case BFLOAT16: return share<BFLOAT16, PAIRS>(w, from, to, x, sums, rows, bias, out);
-        case CODES8: return share<CODES8, PAIRS>(w, from, to, x, sums, rows, bias, out);
-        default: return share<CODES4, PAIRS>(w, from, to, x, sums, rows, bias, out);
+// The inputs [from, to) of all rows as a product reads them.
+void arrange(const Weight& w, bool in_pairs, const float* x, int64_t rows, int64_t from, int64_t to, uint32_t* into) {
+    for_tiles(rows, [&](int64_t row, auto count) {
+        constexpr int R = decltype(count)::value;
+        const float* first = x + row * w.inputs;
+        if (!in_pairs) {
+            uint32_t* tile = into + row * w.inputs;
+            for (int64_t i = from; i < to; i++)
+                for (int r = 0; r < R; r++) std::memcpy(&tile[i * R + r], &first[r * w.inputs + i], 4);
+            return;
+        }
+        uint32_t* tile = into + row * w.inputs / 2;
+        for (int64_t i = from; i < to; i += 8) {
+            uint32_t four[R][4];
+            for (int r = 0; r < R; r++) pair(first + r * w.inputs + i, w.form == CODES4, four[r]);
+            for (int j = 0; j < 4; j++)
+                for (int r = 0; r < R; r++) tile[(i / 2 + j) * R + r] = four[r][j];
+        }
+    });
+}
+
+template <bool PAIRS> void run(const Product& product, int64_t from, int64_t to) {
+    switch (product.w.form) {
+        case FLOAT32: return share<FLOAT32, false>(product, from, to);
+        case BFLOAT16: return share<BFLOAT16, PAIRS>(product, from, to);
+        case CODES8: return share<CODES8, PAIRS>(product, from, to);
+        default: return share<CODES4, PAIRS>(product, from, to);
     }
 }
 
@@ -348,24 +412,25 @@ extern "C" int64_t headrace_has_bfloat16_products() {
 void multiply_packed(Team& team, const Matrix& m, const float* x, int64_t rows, float* out, uint32_t* space) {
     const Weight w(m.data, m.outputs, m.inputs, m.form, m.group, m.wide, m.minima, (float)m.offset, (float)m.centre);
     const int64_t inputs = m.inputs, group = m.group, groups = inputs / group, panels = (m.outputs + WIDTH - 1) / WIDTH;
-    uint32_t* pairs = space;  // [rows, inputs / 2]: x in bfloat16
-    float* sums = m.form >= CODES8 && w.has_least() ? (float*)(space + (m.in_pairs ? rows * inputs / 2 : 0)) : nullptr;
-    if (m.in_pairs) {
-        team.share(rows * inputs / 8, [&](int64_t i, int64_t to) {
-            for (; i < to; i++) pair(x + i * 8, m.form == CODES4, 8, &pairs[i * 4]);
-        });
+    const bool arranged = rows > 1 || m.in_pairs;  // one row of numbers is arranged as it is
+    float* sums = m.form >= CODES8 && w.has_least() ? (float*)(space + (arranged ? rows * inputs / (m.in_pairs ? 2 : 1) : 0))
+                                                    : nullptr;
+    if (arranged) {
+        const auto [from, to] = team.part((inputs + 7) / 8);
+        arrange(w, m.in_pairs, x, rows, from * 8, std::min(to * 8, inputs), space);
     }
     if (sums) {  // [rows, groups]
-        team.share(rows * groups, [&](int64_t i, int64_t to) {
-            for (; i < to; i++) sums[i] = group_sum(x + i / groups * inputs + i % groups * group, group, m.in_pairs);
-        });
+        for (auto [i, to] = team.part(rows * groups); i < to; i++)
+            sums[i] = group_sum(x + i / groups * inputs + i % groups * group, group, m.in_pairs);
     }
+    if (arranged || sums) team.wait();
+    const Product product{w, arranged ? space : (const uint32_t*)x, sums, m.bias, out, rows};
     team.share((panels + 1) / 2, [&](int64_t from, int64_t to) {  // pairs of panels stay together
         const int64_t last = std::min(panels, 2 * to);
         if (m.in_pairs)
-            run<true>(w, 2 * from, last, pairs, sums, rows, m.bias, out);
+            run<true>(product, 2 * from, last);
         else
-            run<false>(w, 2 * from, last, x, sums, rows, m.bias, out);
+            run<false>(product, 2 * from, last);
     });
 }
 

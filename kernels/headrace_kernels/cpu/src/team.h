@@ -5,6 +5,7 @@
 #pragma once
 #include <climits>
 #include <cstdint>
+#include <utility>
 
 #include <omp.h>
 #include <sched.h>
@@ -74,9 +75,12 @@ class Team {
         __atomic_fetch_sub(&shared.sleepers, 1, __ATOMIC_SEQ_CST);
     }
 
-    // work(from, to): this thread's share of [0, count), the shares being equal and in order. Then waits.
+    // This thread's part of [0, count): from and to. The parts are equal and in order.
+    std::pair<int64_t, int64_t> part(int64_t count) const { return {count * rank / size, count * (rank + 1) / size}; }
+
+    // work(from, to): this thread's part of [0, count). Then waits.
     template <class Work> void share(int64_t count, Work work) {
-        const int64_t from = count * rank / size, to = count * (rank + 1) / size;
+        const auto [from, to] = part(count);
         if (from < to) work(from, to);
         wait();
     }
