@@ -383,6 +383,37 @@ def test_a_tool_that_is_not_strict_is_called_with_any_object(name: str) -> None:
     assert matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 
+@pytest.mark.parametrize(
+    ("value", "right", "wrong"),
+    [
+        ({"enum": ["a/b", "c d\n<e>"]}, ["a/b", "c d\n<e>"], ['"a/b"', "a", "a/bc"]),
+        ({"type": "string", "const": "$x"}, ["$x"], ["x", '"$x"']),
+        ({"$ref": "#/$defs/unit"}, ["C", "F"], ["K", '"C"']),
+        ({"type": "string", "pattern": r"^\d+/\d+$"}, ["12/3"], ["1/", "x1/2", '"1/2"']),
+        (
+            {"type": "string", "pattern": "[xy]"},
+            ["a\nx", "y"],
+            ["ab", '"'],
+        ),
+        ({"type": "string", "pattern": r"^\$"}, ["$", "$5"], ["5$"]),
+    ],
+)
+def test_a_strict_text_between_tags_has_no_quotes(value: dict[str, Any], right: list[str], wrong: list[str]) -> None:
+    """For families that tag each value: `enum`, `const` and `pattern` bound the text itself."""
+    schema = {"properties": {"u": value}, "required": ["u"], "$defs": {"unit": {"type": "string", "enum": ["C", "F"]}}}
+    compiler = grammar_tokenizer(TOKENIZER.to_str(), TOKENIZER.get_vocab_size(), [TOKENS["<eos>"]])
+    for name, row in FAMILIES.items():
+        if row.form is not Form.TAGGED or not row.written:
+            continue
+        grammar = whole_grammar(_syntax(row, None), [OfferedTool("f", schema, True)], required=True, one_call=True)
+        for text in (*right, *wrong):
+            written = _written(row, ("f", {"u": text}))
+            ids = TOKENIZER.encode(written, add_special_tokens=False).ids
+            matcher = compile_grammar(compiler, grammar)
+            accepted = matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+            assert accepted is (text in right), (name, written)
+
+
 def test_grammars_of_answers_without_tools() -> None:
     think = _syntax(None, THOUGHTS["think"])
     compiler = grammar_tokenizer(TOKENIZER.to_str(), TOKENIZER.get_vocab_size(), [TOKENS["<eos>"]])

@@ -374,10 +374,7 @@ def value_types(schema: Any, root: Any = None, depth: int = 0) -> set[str]:
         return set()
     reference = schema.get("$ref")
     if isinstance(reference, str):
-        found: Any = root
-        for step in reference.removeprefix("#/").split("/"):
-            found = found.get(step) if isinstance(found, Mapping) else None
-        return value_types(found, root, depth + 1)
+        return value_types(referred(reference, root), root, depth + 1)
     kinds = schema.get("type")
     if isinstance(kinds, str):
         return {kinds}
@@ -391,6 +388,13 @@ def value_types(schema: Any, root: Any = None, depth: int = 0) -> set[str]:
             types = [value_types(branch, root, depth + 1) for branch in branches]
             return set().union(*types) if all(types) else set()
     return set()
+
+
+def referred(reference: str, root: Any) -> Any:
+    """What a local reference of a schema names; None for nothing."""
+    for step in reference.removeprefix("#/").split("/"):
+        root = root.get(step) if isinstance(root, Mapping) else None
+    return root
 
 
 def _type(value: Any) -> str:

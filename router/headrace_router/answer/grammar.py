@@ -117,7 +117,7 @@ def regex_grammar(pattern: str) -> str:
 
     `\d` is a digit from 0 to 9, as in the patterns of schemas: models do write the digits of other scripts.
     """
-    grammar: str = LLMatcher.grammar_from_regex(_ascii_digits(pattern))
+    grammar: str = LLMatcher.grammar_from_regex(ascii_digits(pattern))
     return grammar
 
 
@@ -126,7 +126,7 @@ def regex_lark(pattern: str) -> str:
     return str(json.loads(regex_grammar(pattern))["grammars"][0]["lark_grammar"])
 
 
-def _ascii_digits(pattern: str) -> str:
+def ascii_digits(pattern: str) -> str:
     r"""The pattern with `[0-9]` for each `\d`."""
     in_class = False
     found: list[str] = []

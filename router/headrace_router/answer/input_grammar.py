@@ -134,7 +134,7 @@ class _Rewriter:
                 dot = r"[\s\S]" if dots[-1] else r"[^\n]"
                 found.append(_quoted_set(dot if written == "." else written))
             elif _escaped(char) != char:
-                found.append(f"(?-i:{_literal(_escaped(char))})")
+                found.append(f"(?-i:{literal(_escaped(char))})")
             else:
                 found.append(written)
         return "".join(found)
@@ -142,7 +142,7 @@ class _Rewriter:
 
 def _quoted_set(written: str) -> str:
     """A pattern of one character of several, in a JSON string."""
-    escaped = [_literal(_escaped(char)) for char in _matched(written)]
+    escaped = [literal(_escaped(char)) for char in _matched(written)]
     plain = f"[{written}&&[^{_NEVER}]]"
     return f"(?:{plain}|(?-i:{'|'.join(escaped)}))" if escaped else plain
 
@@ -209,7 +209,7 @@ def _matched(written: str) -> list[str]:
     return [char for char in _ESCAPED if compiled.fullmatch(char)]
 
 
-def _literal(text: str) -> str:
+def literal(text: str) -> str:
     """A pattern of this text, without slashes."""
     return "".join(char if char.isalnum() else _class_char(char) for char in text)
 

@@ -10,15 +10,15 @@ from typing import Any
 
 import regex
 
-from headrace_router.answer.arguments import value_types
+from headrace_router.answer.arguments import referred, value_types
 from headrace_router.answer.families import MARKER, Form
-from headrace_router.answer.grammar import prepared_schema
-from headrace_router.answer.input_grammar import input_grammar
+from headrace_router.answer.grammar import ascii_digits, prepared_schema
+from headrace_router.answer.input_grammar import input_grammar, literal
 from headrace_router.answer.input_text import INPUT
 from headrace_router.answer.parser import Syntax
 
 _ANY_OBJECT = {"type": "object"}
-_BOUNDING = ("enum", "const", "pattern", "$ref")  # keywords of a string that is not any text
+_ANY_TEXT = "/(?s:.*)/"
 
 
 class UnforceableCallsError(ValueError):
@@ -43,8 +43,8 @@ def followed_schemas(syntax: Syntax, tool: OfferedTool) -> Iterator[tuple[str, d
     if syntax.tools is None or syntax.tools.form is not Form.TAGGED:
         yield "", {"type": "object", **tool.schema}
         return
-    for key, schema, is_text in _values(tool.schema):
-        if not is_text:
+    for key, schema, text in _values(tool.schema):
+        if text != _ANY_TEXT:
             yield f".properties.{key}", schema
 
 
@@ -154,8 +154,8 @@ class _Rules:
         self._until("before", self._head)
         return f"(TEXT | before {calls})"
 
-    def _until(self, name: str, end: str, text: str = "/(?s:.*)/") -> None:
-        """Adds the rule of any text up to this end, which belongs to it. text: the terminal of what is not any text."""
+    def _until(self, name: str, end: str, text: str = _ANY_TEXT) -> None:
+        """Adds the rule of text up to this end, which belongs to it. text: its terminal."""
         found = MARKER.search(end)
         if found is not None and found[1] in self._syntax.special:
             before = self._pieces(end[: found.start()])
@@ -203,13 +203,13 @@ class _Rules:
         assert row is not None
         parts: list[str] = []
         required = schema.get("required")
-        for number, (key, value, is_text) in enumerate(_values(schema)):
+        for number, (key, value, text) in enumerate(_values(schema)):
             name = f"value_{place}_{number}"
             before, after = (
-                part.replace("{key}", key).replace("{string}", "true" if is_text else "false") for part in row.value
+                part.replace("{key}", key).replace("{string}", "true" if text else "false") for part in row.value
             )
-            if is_text:
-                self._until(name, after)
+            if text:
+                self._until(name, after, text)
                 part = f"{self._pieces(before)} {name}"
             else:
                 self._add(name, f"%json {json.dumps(prepared_schema(value))}")
@@ -242,13 +242,34 @@ class _Rules:
         self.lines.append(f"{name}: {rule}")
 
 
-def _values(schema: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any], bool]]:
-    """The name and the schema of each property, and whether its tagged value is any text."""
+def _values(schema: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """The name and the schema of each property, and the terminal of its tagged value: empty for one written as JSON."""
     properties = schema.get("properties")
     for key, value in properties.items() if isinstance(properties, Mapping) else ():
         inner = dict(value) if isinstance(value, Mapping) else {}
-        is_text = value_types(inner, schema) == {"string"} and inner.keys().isdisjoint(_BOUNDING)
-        yield key, {**definitions(schema), **inner}, is_text
+        text = _text_terminal(inner, schema) if value_types(inner, schema) == {"string"} else ""
+        yield key, {**definitions(schema), **inner}, text
+
+
+def _text_terminal(schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
+    """Of a string without quotes. Its length and its format are not enforced. Raises ValueError for a pattern."""
+    while "$ref" in schema:  # `value_types` has followed it to a string
+        schema = referred(schema["$ref"], root)
+    choices = [schema["const"]] if "const" in schema else schema.get("enum")
+    if isinstance(choices, list):
+        pattern = "|".join(literal(choice) for choice in choices if isinstance(choice, str))
+    elif isinstance(schema.get("pattern"), str):
+        pattern = ascii_digits(schema["pattern"])
+        begin, pattern = ("", pattern[1:]) if pattern.startswith("^") else ("(?s:.*)", pattern)
+        is_end = pattern.endswith("$") and not pattern.endswith(r"\$")
+        pattern = f"{begin}(?:{pattern[:-1]})" if is_end else f"{begin}(?:{pattern})(?s:.*)"
+    else:
+        return _ANY_TEXT
+    return (
+        "/"
+        + regex.sub(r"\\.|/", lambda found: r"\/" if found[0] == "/" else found[0], pattern, flags=regex.DOTALL)
+        + "/"
+    )
 
 
 def definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
