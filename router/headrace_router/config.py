@@ -1,5 +1,6 @@
 """The configuration of one router process. The cluster package builds it from the spec."""
 
+import json
 import re
 import signal
 import socket
@@ -55,11 +56,13 @@ _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s,*?#]*")
 
 
 def _origins(given: Any) -> Any:
-    """A list as it is, or a text with commas; in lower case, as browsers send them. Raises ValueError."""
-    origins = given.split(",") if isinstance(given, str) else given
+    """A list, its JSON, or a text with commas; in lower case, as browsers send them. Raises ValueError."""
+    origins = given
+    if isinstance(given, str):
+        origins = json.loads(given) if given.lstrip().startswith("[") else given.split(",")
     if not isinstance(origins, list | tuple) or not all(isinstance(origin, str) for origin in origins):
         return given
-    found = tuple(name for origin in origins if (name := origin.strip().lower()))
+    found = tuple(name for origin in origins if (name := origin.strip().lower().removesuffix("/")))
     if wrong := next((name for name in found if not _ORIGIN.fullmatch(name)), None):
         raise ValueError(
             f"{wrong[:80]!r} is no origin: write it like https://chat.example.com, without a path; * = all"

@@ -64,6 +64,7 @@ def rejection(cluster_spec: ClusterSpec) -> str:
         ({"max_model_len": 8193}, ("--max-model-len 8193", "8192 positions")),
         ({"replicas": 60, "cpu_share": 0.01}, ("60 replicas", "--replicas 4")),
         ({"replicas": 41}, ("41 ranks", "2.05 CPUs", "--cpu-share")),
+        ({"chat_template": "/none.jinja"}, ("--chat-template", "No such file")),
         ({"device": "cuda"}, ("1 GPU is needed", "this machine has none", "--device cpu")),
         ({"dtype": "bfloat16", "deterministic": True}, ("--deterministic", "bfloat16")),
     ],

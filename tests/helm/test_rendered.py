@@ -127,7 +127,21 @@ def test_a_pod_monitor_reads_the_routers_with_their_key() -> None:
 
 
 def test_pods_get_an_identity_containers_and_variables_of_their_own() -> None:
-    found = {pod.name: pod for pod in pods(render("external-keys"))}
+    fetch = {
+        "name": "fetch",
+        "image": "registry.example.com/fetch:1",
+        "volumeMounts": [{"name": "models-local", "mountPath": "/models-local"}],
+    }
+    objects = changed(
+        workerDefaults__serviceAccountName="models",
+        workerDefaults__initContainers=[fetch],
+        workerDefaults__env=[{"name": "RAY_memory_monitor_refresh_ms", "value": "250"}],
+        workerDefaults__envFrom=[{"secretRef": {"name": "buckets"}}],
+        router__envFrom=[{"configMapRef": {"name": "tracing"}}],
+        extra__volumes=[{"name": "models-local", "emptyDir": {}}],
+        extra__volumeMounts=[{"name": "models-local", "mountPath": "/models-local"}],
+    )
+    found = {pod.name: pod for pod in pods(objects)}
     worker, head, router = found["worker-serving"], found["head"], found["router"]
     assert worker.spec["serviceAccountName"] == "models"
     assert not {"serviceAccountName", "initContainers"} & {*head.spec, *router.spec}

@@ -222,6 +222,14 @@ SECOND = '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'
             "",
         ),
         ("mistral", '[TOOL_CALLS]f[ARGS]{"a": [1}', "", '{"a": [1}', ""),
+        ("mistral", '[TOOL_CALLS]f[ARGS]{"a": 1,}', "", '{"a": 1,}', ""),
+        (
+            "hermes",
+            '<tool_call>\n{"name": "f", "arguments": {"a": Z}}\n</tool_call>',
+            "",
+            '{"a": Z}',
+            "}",
+        ),
         ("granite", '<|tool_call|>[{"name": "f", "arguments": {"a": [1]', "", '{"a": [1]', ""),
         ("gemma4", "<|tool_call>call:f{a:[1,2", "", '{"a":[1,', "2"),
         ("qwen3_coder", "<function=f>\n<parameter=a>\n1\n</parameter>\nBye.", "", '{"a": ', "\n1\n</parameter>\nBye."),
@@ -456,6 +464,22 @@ def test_the_input_of_a_custom_tool_however_the_answer_is_split(name: str) -> No
         parts = [event.text for event in events[: events.index(starts[1])] if isinstance(event, Args)]
         assert "".join(parts) == EDIT and sum(isinstance(event, CallEnd) for event in events) == 2
         assert size > 1 or len(parts) > 9 or name == "llama4_pythonic", "the input arrives as it is written"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [('"print(1)"', "print(1)"), ('"{\\"input\\": \\"x\\"}"', "x"), ('"{\\"a\\": 1}"', '{"a": 1}'), ('"[1"', "[1")],
+)
+def test_a_string_as_arguments_is_the_input_of_a_custom_tool(arguments: str, text: str) -> None:
+    syntax = _syntax(FAMILIES["hermes"], None)
+    written = f'<tool_call>\n{{"name": "run", "arguments": {arguments}}}\n</tool_call>'
+    for size in (1, 1000):
+        parser = AnswerParser(syntax, {"run": INPUT_SCHEMA}, custom={"run"}, thinking=False)
+        stream = TABLE.stream((), syntax.chars)
+        ids = TOKENIZER.encode(written, add_special_tokens=False).ids
+        groups = _grouped(ids, [size] * (len(ids) // size))
+        events = [event for group in groups for event in parser.push(stream.push(group))] + parser.finish()
+        assert events == [CallStart("run", custom=True), Args(text), CallEnd()]
 
 
 @pytest.mark.parametrize("as_tokens", [True, False])

@@ -86,6 +86,7 @@ def test_origins_as_operators_write_them() -> None:
 
     assert read(f" {PAGE}, HTTP://Localhost:3000,") == (PAGE, "http://localhost:3000")
     assert read(["app://obsidian.md", "null"]) == ("app://obsidian.md", "null")
-    for wrong in (f"{PAGE}/", "chat.example.com", "https://*.example.com", f"{PAGE}/path"):
+    assert read(f'["{PAGE}/", "*"]') == (PAGE, "*")  # as vLLM's flag is written
+    for wrong in ("chat.example.com", "https://*.example.com", f"{PAGE}/path"):
         with pytest.raises(ValidationError, match="is no origin: write it like https"):
             read(wrong)

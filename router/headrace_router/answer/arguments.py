@@ -11,6 +11,7 @@ import regex
 
 from headrace_router.answer.events import Args, CallEnd, CallStart, Event
 from headrace_router.answer.families import FIRST_MARKER
+from headrace_router.answer.input_text import INPUT, opens_input
 
 
 class State(Enum):
@@ -119,7 +120,7 @@ class JsonReader(_Base):
         end = self._end.find_next(text)
         if part := self._take(len(text) if end < 0 else end):
             yield Args(part)
-        if self._end.broken:
+        if self._end.broken or (end >= 0 and not _is_json("".join(self._read))):
             self.state = State.FAILED
         elif end >= 0:
             self.state = State.DONE
@@ -146,10 +147,12 @@ class ObjectsReader(_Base):
     Where the name comes first, the arguments are passed on as they arrive; else when the object is complete.
     """
 
-    def __init__(self, names: Container[str] | None) -> None:
-        """names: of the tools, where an object is a call only if it names one."""
+    def __init__(self, names: Container[str] | None, custom: Container[str] = ()) -> None:
+        """names: of the tools, where an object is a call only if it names one. custom: of those that take free text."""
         super().__init__()
         self._names = names
+        self._custom = custom
+        self._head_parts = 0  # parts that were read before the arguments
         self._array = ""  # what opened it
         self._end = End()  # of the object, or of its arguments
         self._step = self._open
@@ -187,6 +190,7 @@ class ObjectsReader(_Base):
                 return
             self.certain = True
             self._take(found.end())
+            self._head_parts = len(self._read)
             self._end = End()
             self._step = self._arguments
             yield CallStart(name or "")
@@ -194,7 +198,7 @@ class ObjectsReader(_Base):
         end = self._end.find(self.rest)
         if end < 0:
             return
-        call = None if self._end.broken else _call(self.rest[:end])
+        call = None if self._end.broken else _call(self.rest[:end], self._custom)
         if call is None or not self._is_tool(call[0]):
             self._fail()
             return
@@ -210,7 +214,7 @@ class ObjectsReader(_Base):
         end = self._end.find_next(self.rest)
         if part := self._take(len(self.rest) if end < 0 else end):
             yield Args(part)
-        if self._end.broken:
+        if self._end.broken or (end >= 0 and not _is_json("".join(self._read[self._head_parts :]))):
             self.state = State.FAILED
         elif end >= 0:
             self._read.clear()
@@ -257,13 +261,23 @@ def _string(text: str) -> str | None:
     return found
 
 
-def _call(text: str) -> tuple[str, str] | None:
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _call(text: str, custom: Container[str]) -> tuple[str, str] | None:
     """The name and the arguments of an object that is a call."""
     try:
         value = json.loads(text)
         name = value.get("name", value.get("tool_name"))
         given = value.get("arguments", value.get("parameters"))
-        if isinstance(given, str):  # JSON in JSON
+        if isinstance(given, str) and isinstance(name, str) and name in custom and not opens_input(given):
+            given = {INPUT: given}
+        elif isinstance(given, str):  # JSON in JSON
             given = json.loads(given)
     except (ValueError, RecursionError):
         return None

@@ -21,8 +21,8 @@ _LARK = re.compile(
     | /(?P<pattern>(?:\\.|[^/\\])+)/(?P<flags>[imslux]*)
     | %import\s+common\.(?P<one>\w+)(?:[ \t]*->[ \t]*(?P<alias>\w+))?
     | %import\s+common[ \t]*\((?P<many>[\s\w,]*)\)
-    | [!?]*(?P<name>_?(?:[a-z][a-z0-9_-]*+|[A-Z][A-Z0-9_-]*+))(?!\[)(?P<defined>[ \t]*:)?
-    | (?P<other>%\w+ | @[\w-]+ | <[^<>\s]+> | ~(?!\s*\d) | ["/] | [A-Za-z][\w-]*\[)""",
+    | [!?]*(?P<name>_?(?:[a-z][a-z0-9_-]*+|[A-Z][A-Z0-9_-]*+))(?!\[|\.-?\d)(?P<defined>[ \t]*:)?
+    | (?P<other>%\w+ | @[\w-]+ | <[^<>\s]+> | ~(?!\s*\d) | ["/] | [A-Za-z_][\w-]*(?:\[|\.-?\d+))""",
     re.VERBOSE | re.DOTALL,
 )
 _COMMON = {  # the terminals of Lark's library that may match characters which are rewritten

@@ -13,6 +13,11 @@ _HIGH = regex.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}")
 _LOW = regex.compile(r"\\u[dD][c-fC-F][0-9a-fA-F]{2}")
 
 
+def opens_input(arguments: str) -> bool:
+    """Whether these arguments begin with the string `input`."""
+    return _OPENED.match(arguments) is not None
+
+
 class _Place(Enum):
     BEFORE = auto()  # the string
     INSIDE = auto()

@@ -316,7 +316,7 @@ class AnswerParser:
         if form is Form.PYTHON:
             return PythonReader(names)
         if name is None:
-            return ObjectsReader(names)
+            return ObjectsReader(names, self._custom)
         name = name.strip()
         if form is Form.TAGGED:
             return TaggedReader(name, tools.get(name, {}), self.syntax.tags, self.syntax.before)

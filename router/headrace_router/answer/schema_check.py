@@ -15,11 +15,13 @@ from llguidance import LLMatcher, LLTokenizer
 from headrace_proto.grammar import GrammarError, compile_grammar
 
 MAX_NUMBER = 2**53 - 1  # the library has binary64 numbers: integers beyond it are not exact (RFC 8259, section 6)
+MAX_BOUND = 2**63 - 2**10  # the library's integers have 64 bits; the last one below 2^63 that is exact in binary64
 MAX_MULTIPLE = (2**32 - 1) // 10  # the digits of `multipleOf`: the library calculates in 32 bits
 _NUMBERS = (
     "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "minLength", "maxLength", "minItems",
     "maxItems", "minProperties", "maxProperties",
 )  # fmt: skip
+_BOUNDS = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}
 _NAMED = ("properties", "patternProperties")  # schemas by name
 _LISTED = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _SINGLE = ("items", "additionalItems", "additionalProperties")
@@ -40,13 +42,14 @@ class _Part:
 
 
 def checked_schema(schema: dict[str, Any], tokenizer: LLTokenizer) -> dict[str, Any]:
-    """The schema; parts of it that only endless values follow are `false` then, in place.
+    """The schema; parts of it that only endless values follow are `false` then, and bounds beyond 64 bits within them.
 
     Raises GrammarError, which names the part that cannot be followed.
     """
     root = _Part("", [schema], 0)
     parts = _parts(root)
     for part in parts:
+        _narrow_bounds(part.schema)
         _check_numbers(part.schema, part.path)
         _check_names(part.schema, part.path, tokenizer)
     finite = _finite(root, parts, false=True)
@@ -99,9 +102,24 @@ def _target(schema: dict[str, Any], root: _Part) -> _Part | None:
         return None  # the library refuses it
 
 
+def _narrow_bounds(schema: dict[str, Any]) -> None:
+    """Moves bounds beyond exact numbers inwards, in place: those of 64-bit integers are common, and no limit in use."""
+    for name, sign in _BOUNDS.items():
+        bound = schema.get(name)
+        if isinstance(bound, int | float) and not isinstance(bound, bool) and sign * bound > MAX_NUMBER:
+            schema[name] = sign * (int(min(sign * bound, MAX_BOUND)) // 2**10 * 2**10)
+
+
+def _is_narrowed(schema: dict[str, Any], name: str) -> bool:
+    """Whether it is a large bound that `_narrow_bounds` has made exact."""
+    sign, bound = _BOUNDS.get(name, 0), schema[name]
+    return isinstance(bound, int) and MAX_NUMBER < sign * bound <= MAX_BOUND
+
+
 def _check_numbers(schema: dict[str, Any], path: str) -> None:
     """Raises GrammarError for a number that the library would round."""
-    found = [(f"{path}.{name}".lstrip("."), schema[name]) for name in (*_NUMBERS, "const", "enum") if name in schema]
+    names = [name for name in (*_NUMBERS, "const", "enum") if name in schema and not _is_narrowed(schema, name)]
+    found = [(f"{path}.{name}".lstrip("."), schema[name]) for name in names]
     for place, value in found:
         if isinstance(value, dict):
             found += [(f"{place}.{name}", member) for name, member in value.items()]

@@ -285,7 +285,7 @@ class CustomFormat(_Open):
         return self
 
 
-class Custom(_Open):
+class Custom(_Body):
     name: ToolName
     description: StrictStr | None = None
     format: CustomFormat | None = Field(default=None, description="of the input; any text without it")

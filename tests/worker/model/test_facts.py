@@ -232,6 +232,13 @@ def test_named_templates_are_those_of_transformers(tmp_path: Path) -> None:
     assert (replaced.chat_template, replaced.named_templates) == ("own", {})
 
 
+def test_a_template_that_is_not_valid_is_told_at_the_start(tmp_path: Path) -> None:
+    named = {"default": "{{ messages }}", "tool_use": "a\n{% if %}", "marked": "{% generation %}{% endgeneration %}"}
+    listed = [{"name": name, "template": template} for name, template in named.items()]
+    first, _ = facts_of(write_folder(tmp_path / "m", chat_template=listed)).notes
+    assert first.startswith("The chat template 'tool_use' of the model is not valid Jinja, line 2: ")
+
+
 def test_named_templates_of_a_gguf_file(embedded: GgufFile) -> None:
     facts = gguf_facts(embedded, chat_template__tool_use=CHATML.replace(END, BASE))
     assert facts.chat_template == gguf_facts(embedded).chat_template

@@ -71,6 +71,11 @@ def test_a_folder_of_other_formats_only(tmp_path: Path) -> None:
     (folder / "model.safetensors").rename(folder / "consolidated.safetensors")
     with pytest.raises(ModelSourceError, match=r"no weights in model\.safetensors: its consolidated files are in a"):
         resolve(str(folder))
+    (folder / "consolidated.safetensors").rename(folder / "m-Q4.gguf")
+    with pytest.raises(
+        ModelSourceError, match=r"no weights in model\.safetensors: serve its GGUF file itself, such as"
+    ):
+        resolve(str(folder))
     for name in ("a", "b"):
         (folder / f"{name}.safetensors").write_bytes(b"w")
     assert [file.name for file in resolve(str(folder)).weights] == ["a.safetensors", "b.safetensors"]

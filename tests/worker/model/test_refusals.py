@@ -61,6 +61,10 @@ def folder(path: Path, **fields: Any) -> Path:
             {"model_type": "mimo_v2_flash", "head_dim": 192, "v_head_dim": 128},
             "keys of size 192 and values of size 128",
         ),
+        (
+            LLAMA | {"architectures": ["LlamaForSequenceClassification"]},
+            "LlamaForSequenceClassification, which classif",
+        ),
         ({"model_type": "bert"}, "bert model attends in both directions"),
         ({"model_type": "bart", "is_encoder_decoder": True}, "bart is an encoder-decoder"),
         (LLAMA | {"num_attention_heads": [4, 8]}, "num_attention_heads of this llama model is"),

@@ -25,15 +25,19 @@ def read_template(path: Path) -> str:
         raise ModelLoadError(
             f"--chat-template {path} cannot be read ({reason}): name a file on the machine where the model runs."
         ) from error
-    try:
-        Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source)
-    except TemplateSyntaxError as error:
-        if "generation" in str(error.message):  # a tag of transformers
-            return source
-        raise ModelLoadError(
-            f"--chat-template {path} is not valid Jinja, line {error.lineno}: {error.message}"
-        ) from error
+    if problem := syntax_problem(source):
+        raise ModelLoadError(f"--chat-template {path} is not valid Jinja, {problem}")
     return source
+
+
+def syntax_problem(template: str) -> str:
+    """What is wrong with a template's Jinja, with its line; empty if nothing is."""
+    try:
+        Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
+    except TemplateSyntaxError as error:
+        if "generation" not in str(error.message):  # a tag of transformers
+            return f"line {error.lineno}: {error.message}"
+    return ""
 
 
 def gguf_templates(metadata: Metadata) -> dict[str, str]:

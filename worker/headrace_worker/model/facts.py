@@ -9,7 +9,14 @@ from tokenizers import Tokenizer
 
 from headrace_proto.errors import ModelLoadError
 from headrace_proto.quantities import counted
-from headrace_worker.model.chat_templates import DEFAULT, TOOL_USE, gguf_templates, read_template, turn_ends
+from headrace_worker.model.chat_templates import (
+    DEFAULT,
+    TOOL_USE,
+    gguf_templates,
+    read_template,
+    syntax_problem,
+    turn_ends,
+)
 from headrace_worker.model.gguf_file import GgufFile
 from headrace_worker.model.gguf_metadata import flag, optional_number, texts
 from headrace_worker.model.gguf_tokenizer import byte_tokenizer, gguf_tokenizer
@@ -92,6 +99,12 @@ def read_facts(
         for end in ends
     ]
     templates = {name: template for name, template in files.templates.items() if template}
+    files.notes += [
+        f"The chat template {name!r} of the model is not valid Jinja, {problem}: chats that need it are refused; give "
+        "another one by --chat-template FILE."
+        for name, template in templates.items()
+        if (problem := syntax_problem(template))
+    ]
     if templates.keys() - {DEFAULT}:
         used = f"; {TOOL_USE!r} is used for chats with tools" if TOOL_USE in templates else ""
         files.notes.append(f"The model has the chat templates {', '.join(sorted(templates))}{used}.")

@@ -6,6 +6,7 @@ A check takes the transformers config, or the fields of config.json, where a mis
 """
 
 import ast
+import re
 from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -43,6 +44,7 @@ _ENCODERS = (
     "xlm-roberta-xl xmod"
 )
 _LAYER_TYPES = ("full_attention", "sliding_attention", "attention")  # attention: full_attention in older files
+_CLASSIFIER = re.compile(r"For(Sequence|Token)Classification$|ForQuestionAnswering$|ForMultipleChoice$")
 _PARTS = ("text_config", "vision_config", "audio_config")
 _SIZES = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "sliding_window")
 _ROPE_KINDS = {"default", "linear", "llama3", "longrope", "proportional", "yarn"}
@@ -66,6 +68,13 @@ def check_config_file(name: str, fields: dict[str, Any], *, trust_remote_code: b
         raise ModelUnsupportedError(
             f"config.json of {name!r} has the model_type {family[:80]!r}, which transformers {version('transformers')} "
             "does not support: serve a model of a supported architecture."
+        )
+    architectures = fields.get("architectures")
+    classes = [str(name) for name in architectures] if isinstance(architectures, list) else []
+    if classes and all(_CLASSIFIER.search(name) for name in classes):
+        raise ModelUnsupportedError(
+            f"config.json of {name!r} is that of {classes[0][:80]}, which classifies texts: it has no weights that "
+            "generate them."
         )
     check_config(SimpleNamespace(**fields | {"model_type": family}), known_code=not (own_code and trust_remote_code))
 

@@ -230,6 +230,8 @@ def _other_weights(folder: Path) -> str:
     """Which weights a folder has instead."""
     if any(folder.glob("consolidated*")):
         return "its consolidated files are in a format of their own, which transformers does not read"
+    if quantized := sorted(file.name for file in folder.glob("*.gguf")):
+        return f"serve its GGUF file itself, such as {quantized[0][:80]!r}"
     return "its .bin/.pt weights are not loaded (unsafe format)" if any(folder.glob("*.bin")) else "none found"
 
 

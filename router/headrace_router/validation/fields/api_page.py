@@ -50,7 +50,12 @@ also limited (`limits` in `headrace config schema`).
 * `truncate_prompt_tokens` cuts what the model gets: of a chat, the beginning of the rendered template. -1 keeps as many
   tokens as leave `max_tokens`, or its default, to the answer; half of the context where these are all of it.
 * `priority`, which may be negative, orders the requests of one API key that wait, and decides which of them is
-  preempted. It takes nothing from other keys. Without keys all requests are ordered together.
+  preempted. It takes nothing from other keys. Without keys all requests are ordered together. The lowest number goes
+  first, as in vLLM; in SGLang the highest does, unless it is told otherwise.
+* `prompt`: special tokens that its text spells, such as `<|im_start|>`, are text, so that no user's text can forge
+  them. Who renders a template sends token ids, or uses chats, which have the template.
+* `bad_words` has at most 128 texts, `allowed_token_ids` at most 4,096 ids.
+* Other members of `tools[]`, of their functions and of calls change nothing; of `tools[].custom` they are refused.
 * `usage.completion_tokens_details.reasoning_tokens` of chats: the tokens inside of the reasoning, without its marks;
   over gRPC `usage.reasoning_tokens`.
 """
