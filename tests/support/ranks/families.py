@@ -18,6 +18,50 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 32, **_EXPERTS},
 }
 MOE = ("gpt_oss", "mixtral", "qwen3_moe")
+# With activations that depend on all of a layer's, and two layers that attend to keys and values of earlier ones.
+GEMMA3N: dict[str, Any] = {
+    "num_hidden_layers": 6,
+    "head_dim": 16,
+    "sliding_window": 7,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "num_kv_shared_layers": 2,
+    "activation_sparsity_pattern": [0.9] * 3 + [0.0] * 3,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": TINY["vocab_size"],
+    "laurel_rank": 8,
+}
+_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+# Checkpoints with images: the config of the language model, and fields of the others.
+WITH_IMAGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "gemma3": (
+        {"model_type": "gemma3_text"} | tiny_models.FAMILIES["gemma3_text"],
+        {"vision_config": _VISION, "mm_tokens_per_image": 4},
+    ),
+    "mistral3": (
+        {"model_type": "mistral", "head_dim": 12, "sliding_window": None},
+        {"vision_config": _VISION | {"model_type": "pixtral", "head_dim": 16}},
+    ),
+    "internvl": (
+        {"model_type": "qwen2"},
+        {"vision_config": _VISION | {"image_size": [28, 28], "patch_size": [14, 14]}},
+    ),
+    "llava_next": ({"model_type": "llama"}, {"vision_config": _VISION | {"model_type": "clip_vision_model"}}),
+}
+
+
+def tiny_options(family: str) -> dict[str, Any]:
+    """The config of a tiny model of a family."""
+    if family in WITH_IMAGES:
+        text, others = WITH_IMAGES[family]
+        return {"model_type": family, "text_config": TINY | text} | others
+    return {"model_type": family} | TINY | (GEMMA3N if family == "gemma3n_text" else FAMILIES.get(family, {}))
 
 
 SMALL: dict[str, Any] = {

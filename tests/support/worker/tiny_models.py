@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
 from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.model.gguf_tokenizer import byte_tokenizer
@@ -55,7 +55,7 @@ def save_random(options: dict[str, Any], folder: Path) -> Path:
     """
     config = AutoConfig.for_model(**options)
     torch.manual_seed(11)
-    model = AutoModelForCausalLM.from_config(config).float()
+    model = auto_class(config).from_config(config).float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name or name.endswith(("bias", "sinks")):
@@ -63,6 +63,11 @@ def save_random(options: dict[str, Any], folder: Path) -> Path:
     model.save_pretrained(folder)
     PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer(300)).save_pretrained(folder)
     return folder
+
+
+def auto_class(config: Any) -> Any:
+    """Plain transformers' class for a config: that of the whole checkpoint where there are images, too."""
+    return AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
 
 
 def replica_config(source: object, **options: Any) -> ReplicaConfig:

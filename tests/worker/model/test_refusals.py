@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 from transformers import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
 
 from headrace_proto.errors import ModelUnsupportedError
 from headrace_worker.model import refusals
@@ -17,13 +20,22 @@ from headrace_worker.model.build import check_supported, read_config
 from headrace_worker.model.headers import check_length, read_headers
 from headrace_worker.model.load import load
 from headrace_worker.model.source import resolve
+from headrace_worker.model.text_part import text_config
 from support.worker.tiny_models import TINY, replica_config, save_tiny
 
 TOOLS = Path(__file__).parents[3] / "docs" / "tools.md"
+MODELS = TOOLS.with_name("models.md")
 LLAMA = {"model_type": "llama"} | TINY
 OWN_CODE = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnModel"}
 # Families whose layers, as config.json names them, decide; the default has recurrent ones.
 BY_LAYERS = {"granitemoehybrid"}
+# Families with images or audio of which the language model is served, as docs/models.md lists them.
+TEXT_PARTS = re.findall(r"`(\w+)`", MODELS.read_text().partition("| served |")[2].partition(";")[0])
+
+
+def outer(family: str, text: str, **fields: Any) -> dict[str, Any]:
+    """Fields of a config.json of a family with a language model of the family `text`."""
+    return {"model_type": family, "text_config": {"model_type": text} | TINY | fields, "vision_config": {}}
 
 
 def folder(path: Path, **fields: Any) -> Path:
@@ -36,11 +48,28 @@ def folder(path: Path, **fields: Any) -> Path:
     [
         (LLAMA | {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}, "quantized .fp8."),
         (LLAMA | {"quantization_config": {"quant_method": "awq", "bits": 4}}, "quantized .awq."),
+        (outer("qwen3_5", "qwen3_5_text"), "family qwen3_5_text are not served: they keep recurrent state"),
+        (outer("llama4", "llama4_text"), "family llama4_text are not served: they attend within chunks of tokens"),
         (
-            {"model_type": "gemma3", "text_config": TINY, "vision_config": {}},
-            "gemma3 is not a plain text .*text_config",
+            outer("gemma4", "gemma4_text", head_dim=256, global_head_dim=512),
+            "gemma4_text model has sizes per layer, which are not served yet: head_dim is 256 and 512",
         ),
-        ({"model_type": "qwen2_5_vl", "vision_config": {}} | TINY, "qwen2_5_vl is not a plain text .*vision_config"),
+        (outer("kimi_k25", "deepseek_v3", kv_lora_rank=512), "deepseek_v3 model compresses .*latent attention"),
+        (outer("llava", "llama", layer_types=["mamba"] * 3), "Layer 0 of this llama model is 'mamba'"),
+        (outer("internvl", "qwen2") | {"quantization_config": {"quant_method": "awq"}}, "quantized .awq."),
+        (
+            outer("qwen3_vl", "qwen3_vl_text"),
+            r"language model of qwen3_vl \(qwen3_vl_text\) has no causal class of its own",
+        ),
+        (
+            {"model_type": "qwen2_5_vl", "vision_config": {}} | TINY,
+            r"language model of qwen2_5_vl \(qwen2_5_vl_text\) has no causal class of its own",
+        ),
+        (outer("paligemma", "gemma"), "family paligemma are not served: they attend in both directions"),
+        (outer("mllama", "mllama_text_model"), "family mllama are not served: they attend to images in layers"),
+        ({"model_type": "t5gemma2", "is_encoder_decoder": True}, "t5gemma2 is an encoder-decoder"),
+        (outer("vision-text-dual-encoder", "llama"), "none of the families with a text_config that transformers"),
+        ({"model_type": "llava", "text_config": []}, "text_config in config.json of this llava model is no object"),
         ({"model_type": "t5"}, "no causal language model for 't5'"),
         ({"model_type": "nonsense"}, "'nonsense', which transformers .* does not support"),
         (TINY, "has no model_type"),
@@ -52,7 +81,11 @@ def folder(path: Path, **fields: Any) -> Path:
         ({"model_type": "qwen3_next"}, "family qwen3_next are not served: they keep recurrent state"),
         ({"model_type": "falcon"}, "family falcon are not served: they compute attention in their own code"),
         ({"model_type": "gpt_neo"}, "family gpt_neo are not served: they compute attention in their own code"),
-        ({"model_type": "gemma4_text"}, "family gemma4_text are not served: they have heads of another size"),
+        ({"model_type": "gemma4_text"}, "family gemma4_text are not served: they have sizes per layer"),
+        (
+            LLAMA | {"head_dim": 16, "per_layer_config": {"1": {"head_dim": 32}, "2": {"head_dim": 64}}},
+            "llama model has sizes per layer, which are not served yet: head_dim is 16, 32 and 64",
+        ),
         (
             {"model_type": "deepseek_v3", "kv_lora_rank": 512},
             "deepseek_v3 model compresses .*multi-head latent attention",
@@ -114,7 +147,9 @@ def test_code_of_the_folder_runs_with_the_flag_alone(tmp_path: Path) -> None:
 def test_the_names_are_those_of_transformers() -> None:
     assert refusals.causal_families() == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     assert refusals.causal_families() <= refusals.known_families() and "t5" in refusals.known_families()
-    assert refusals.UNSERVED.keys() <= refusals.causal_families(), "a family that is unknown is refused as such"
+    assert refusals.multimodal_families() == set(MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES)
+    generate = refusals.causal_families() | refusals.multimodal_families()
+    assert generate >= refusals.UNSERVED.keys(), "a family that is unknown is refused as such"
 
 
 def test_every_family_that_a_rank_refuses_is_refused_before_a_start() -> None:
@@ -123,14 +158,17 @@ def test_every_family_that_a_rank_refuses_is_refused_before_a_start() -> None:
     A new family that this test names: tell in `refusals.py` why it is not served.
     """
     served = []
-    for family in sorted(refusals.causal_families() - {"gemma4_assistant"}):  # a config without defaults
+    families = refusals.causal_families() | refusals.multimodal_families()
+    for family in sorted(families - {"gemma4_assistant"}):  # a config without defaults
         config = CONFIG_MAPPING[family]()
         fields = {key: value for key, value in json.loads(config.to_json_string()).items() if key != "layer_types"}
         early = _refusal(lambda: refusals.check_config_file(family, fields, trust_remote_code=False))  # noqa: B023
-        late = _refusal(lambda: check_supported(config))  # noqa: B023
-        assert bool(early) == bool(late) or family in BY_LAYERS, (family, early, late)
-        served += [family] if not late else []
-    assert len(served) > 70
+        late = _refusal(lambda: check_supported(text_config(config)))  # noqa: B023
+        # A family with a text part may differ from what its language model alone would compute.
+        by_family = early != late and family in refusals.UNSERVED.keys() & refusals.multimodal_families()
+        assert bool(early) == bool(late) or by_family or family in BY_LAYERS, (family, early, late)
+        served += [family] if not early else []
+    assert len(served) > 110 and len(TEXT_PARTS) == 14 and {*TEXT_PARTS} <= {*served}
 
 
 def test_the_families_with_tools_that_the_engine_loads() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from headrace_proto.block_hash import BlockHasher, derive_key
 from headrace_worker.assembly.assemble import Assembly
@@ -24,12 +24,12 @@ from headrace_worker.model.surgery import SurgeryPlan
 from headrace_worker.offline import Completion, OfflineEngine, Prompt
 from headrace_worker.runner import Runner
 from headrace_worker.runner.pools import KVPools
-from support.ranks.families import FAMILIES, LLAMA_BLOCK_BYTES, SMALL, SMALL_POOL_BLOCKS, TINY
+from support.ranks.families import FAMILIES, LLAMA_BLOCK_BYTES, SMALL, SMALL_POOL_BLOCKS, tiny_options
 from support.ranks.process_ranks import ForkServer, ProcessReplica, RankGroup
 from support.ranks.router_client import RouterClient
 from support.ranks.thread_ranks import ShardedReplica, ThreadCommunicator, ThreadedRunner, ThreadGroup
 from support.ranks.workloads import guided_workload, outcome
-from support.worker.tiny_models import replica_config, save_random
+from support.worker.tiny_models import auto_class, replica_config, save_random
 
 TIE = 1e-3
 
@@ -42,8 +42,7 @@ def save_tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     def save(family: str, **changes: Any) -> Path:
         key = f"{family} {sorted(changes.items())}"
         if key not in made:
-            options = {"model_type": family} | TINY | FAMILIES.get(family, {}) | changes
-            made[key] = save_random(options, tmp_path_factory.mktemp(family))
+            made[key] = save_random(tiny_options(family) | changes, tmp_path_factory.mktemp(family))
         return made[key]
 
     return save
@@ -97,9 +96,10 @@ def plain_model(load_ranks: Callable[..., list[list[LoadedModel]]]) -> Callable[
 
     def get(source: object) -> Any:
         if source not in made and isinstance(source, Path):
-            made[source] = AutoModelForCausalLM.from_pretrained(
-                source, dtype=torch.float32, attn_implementation="eager"
-            ).eval()
+            config = AutoConfig.from_pretrained(source)
+            made[source] = (
+                auto_class(config).from_pretrained(source, dtype=torch.float32, attn_implementation="eager").eval()
+            )
         elif source not in made:
             whole = load_ranks(source, 1, 1, plan=SurgeryPlan.none())[0][0]
             model = AutoModelForCausalLM.from_config(whole.config, attn_implementation="sdpa", dtype=torch.float32)

@@ -17,7 +17,7 @@ from headrace_worker.model.source import ModelSource
 
 
 def read_config(source: ModelSource, gguf: GgufFile | None, trust_remote_code: bool = False) -> Any:
-    """The model's transformers config."""
+    """The checkpoint's transformers config: that of a language model, or one with a text part."""
     if gguf is not None:
         fields = gguf_config(gguf)
         try:
@@ -50,7 +50,10 @@ def check_supported(config: Any) -> None:
         raise ModelUnsupportedError(f"transformers has no causal language model for {config.model_type!r}.")
     _check_interface(family)
     if not hasattr(config, "num_hidden_layers"):
-        raise ModelUnsupportedError(f"{config.model_type} is not a plain text decoder: give its text model alone.")
+        raise ModelUnsupportedError(
+            f"The config of {config.model_type} has no num_hidden_layers: only decoders with one list of layers are "
+            "served."
+        )
     layer_windows(config)
 
 

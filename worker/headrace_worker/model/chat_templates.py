@@ -10,6 +10,8 @@ from tokenizers import Tokenizer
 
 from headrace_proto.errors import ModelLoadError
 from headrace_worker.model.gguf_metadata import Metadata, text
+from headrace_worker.model.json_files import read_object
+from headrace_worker.model.source import ModelSource
 
 DEFAULT, TOOL_USE = "default", "tool_use"  # the names of those that transformers chooses by itself
 _GGUF_KEY = "tokenizer.chat_template"
@@ -38,6 +40,19 @@ def syntax_problem(template: str) -> str:
         if "generation" not in str(error.message):  # a tag of transformers
             return f"line {error.lineno}: {error.message}"
     return ""
+
+
+def processor_template(source: ModelSource) -> str | None:
+    """That of a folder whose processor, of text and images or audio, has its own, in the older form: it is used instead
+    of the tokenizer's one, as by transformers. Raises ModelLoadError for one that is no text.
+    """
+    path = source.path / "chat_template.json"
+    if not path.is_file() or (source.path / "chat_template.jinja").is_file():
+        return None
+    template = read_object(path, source.name).get("chat_template")
+    if not isinstance(template, str):
+        raise ModelLoadError(f"chat_template.json of {source.name!r} has no text as its chat_template: correct it.")
+    return template
 
 
 def gguf_templates(metadata: Metadata) -> dict[str, str]:

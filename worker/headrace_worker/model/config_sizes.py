@@ -16,14 +16,26 @@ _LARGEST = {
 
 
 def config_value(config: Any, name: str, default: Any = None) -> Any:
-    """A value of the whole model. Raises ModelUnsupportedError for one that each layer has for itself."""
+    """A value of the whole model. Raises ModelUnsupportedError for one that differs between layers."""
     try:
-        return getattr(config, name, default)
+        value = getattr(config, name, default)
     except Exception as error:  # transformers refuses to name one for all layers
-        raise ModelUnsupportedError(
-            f"{name} of this {config.model_type} model differs between its layers: only one that is the same for all "
-            "layers is supported."
-        ) from error
+        raise _per_layer(config, name, [getattr(layer, name, None) for layer in config.per_layer_config]) from error
+    layers = vars(config).get("per_layer_config")  # of config.json: what some layers have instead
+    own = [layer[name] for layer in layers.values() if name in layer] if isinstance(layers, dict) else []
+    if name == "head_dim" and (full := vars(config).get("global_head_dim")):  # the form of Gemma 4's files
+        own.append(full)
+    if value is not None and any(other != value for other in own):
+        raise _per_layer(config, name, [value, *own])
+    return value
+
+
+def _per_layer(config: Any, name: str, values: list[Any]) -> ModelUnsupportedError:
+    found = sorted({str(value)[:80] for value in values}, key=lambda text: (len(text), text))
+    return ModelUnsupportedError(
+        f"This {config.model_type} model has sizes per layer, which are not served yet: {name} is "
+        f"{', '.join(found[:-1])} and {found[-1]}."
+    )
 
 
 def config_size(config: Any, name: str) -> int:

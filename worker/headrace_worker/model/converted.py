@@ -6,7 +6,7 @@ result is read by part as any other tensor: only the requested experts and rows.
 """
 
 import re
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,8 +82,15 @@ class ConvertedWeights:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, stack.dim)
 
 
-def converted(stored: Weights, model: PreTrainedModel, wanted: Container[str]) -> Weights:
+def converted(
+    stored: Weights,
+    model: PreTrainedModel,
+    wanted: Container[str],
+    own_name: Callable[[str], str | None] | None = None,
+) -> Weights:
     """The checkpoint under the names of a model, `wanted`; `stored` itself when its names are the same.
+
+    own_name: of a stored tensor in a checkpoint with other models beside this one; None for a tensor of these.
 
     Raises ModelUnsupportedError for a conversion of another kind, ModelLoadError when experts are missing.
     """
@@ -93,11 +100,15 @@ def converted(stored: Weights, model: PreTrainedModel, wanted: Container[str]) -
         rules += get_checkpoint_conversion_mapping(owner) or []
     names: dict[str, str] = {}
     stacks: dict[str, _Stack] = {}
+    unread = False
     for entry in stored:
-        if entry in wanted:
-            names[entry] = entry
+        name = entry if own_name is None else own_name(entry)
+        if name is None:
+            unread = True
             continue
-        name = entry
+        if name in wanted:
+            names[name] = entry
+            continue
         for rule in rules:
             if getattr(rule, "operations", None):
                 continue
@@ -113,7 +124,7 @@ def converted(stored: Weights, model: PreTrainedModel, wanted: Container[str]) -
         shapes = {stored.shape(entry) for part in stack.parts for entry in part.values()}
         if any(set(part) != whole for part in stack.parts) or len(shapes) != 1:
             raise ModelLoadError(f"The checkpoint lacks experts of {name!r}: it is incomplete, download it again.")
-    if not stacks and all(name == entry for name, entry in names.items()):
+    if not stacks and not unread and all(name == entry for name, entry in names.items()):
         return stored
     return ConvertedWeights(stored, names, stacks)
 

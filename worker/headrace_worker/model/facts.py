@@ -13,6 +13,7 @@ from headrace_worker.model.chat_templates import (
     DEFAULT,
     TOOL_USE,
     gguf_templates,
+    processor_template,
     read_template,
     syntax_problem,
     turn_ends,
@@ -160,13 +161,16 @@ def _folder_files(source: ModelSource, config: Any, vocab_size: int, trust_remot
     with_specials = list(tokenizer.encode("a"))
     named = {f"{name}_token": getattr(tokenizer, f"{name}_token", None) for name in _NAMED_TOKENS}
     templates = tokenizer.chat_template
+    templates = dict(templates) if isinstance(templates, dict) else {DEFAULT: str(templates or "")}
+    if (processor := processor_template(source)) is not None:
+        templates[DEFAULT] = processor
     bos = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else config.bos_token_id
     return _Files(
         tokenizer=tokenizer.backend_tokenizer,
         eos=_ids(*eos, tokenizer.eos_token_id),
         bos=bos,
         add_bos=bool(with_specials) and bos is not None and with_specials[0] == bos,
-        templates=templates if isinstance(templates, dict) else {DEFAULT: str(templates or "")},
+        templates=templates,
         special_tokens={name: str(token) for name, token in named.items() if token is not None},
         defaults=_defaults(generation),
     )

@@ -16,8 +16,8 @@ from headrace_worker.model.gguf_file import GgufFile
 from headrace_worker.model.gguf_tensors import check_tensors, packed_bytes
 from headrace_worker.model.gguf_tokenizer import check_gguf_tokenizer
 from headrace_worker.model.json_files import read_object
-from headrace_worker.model.refusals import check_config_file, check_rope
-from headrace_worker.model.safetensors_files import count_elements, open_files
+from headrace_worker.model.refusals import check_config_file, check_rope, text_fields
+from headrace_worker.model.safetensors_files import TEXT_PARTS, count_elements, open_files
 from headrace_worker.model.source import ModelSource
 from headrace_worker.model.tokenizer_files import check_tokenizer_file, has_tokenizer
 
@@ -27,7 +27,7 @@ class Headers:
     """The headers of one model's files."""
 
     elements: int  # lower bound of the elements of all ranks of a replica together; 0 for random weights
-    config: dict[str, Any]  # config.json unchanged; for a GGUF file the whole transformers config
+    config: dict[str, Any]  # of the language model: config.json or a part of it; for a GGUF file all of it
     packed_bytes: int = 0  # on a CPU in float32, where matrices stay packed
     rounded_bytes: int = 0  # the same with --cpu-arithmetic bf16
 
@@ -63,11 +63,13 @@ def _gguf_headers(source: ModelSource) -> Headers:
 
 
 def _folder_headers(source: ModelSource, trust_remote_code: bool) -> Headers:
-    config = read_object(source.path / "config.json", source.name)
-    check_config_file(source.name, config, trust_remote_code=trust_remote_code)
+    whole = read_object(source.path / "config.json", source.name)
+    check_config_file(source.name, whole, trust_remote_code=trust_remote_code)
+    config = text_fields(whole)
     if has_tokenizer(source):
         check_tokenizer_file(source)
     layers = config.get("num_hidden_layers")
     handles = open_files(source.weights, "numpy")
-    elements, matrices, halves = count_elements(handles, layers if isinstance(layers, int) else None)
+    parts = TEXT_PARTS if config is not whole else ()
+    elements, matrices, halves = count_elements(handles, layers if isinstance(layers, int) else None, parts)
     return Headers(elements, config, 4 * elements - 2 * halves, 4 * elements - 2 * matrices)

@@ -26,6 +26,7 @@ from headrace_worker.model.gguf_file import GgufFile
 from headrace_worker.model.refusals import check_rope
 from headrace_worker.model.sharding.shard import Sharding, shard
 from headrace_worker.model.source import ModelSource, resolve
+from headrace_worker.model.text_part import TextNames, text_config
 from headrace_worker.model.weights import DummyWeights, SafetensorsWeights, Weights, check_filled, fill
 
 
@@ -81,9 +82,10 @@ def load(
     dtype = choose_dtype(config.dtype, place.type, config.deterministic)
     gguf = GgufFile(source.path) if source.is_gguf else None
     hf_config = read_config(source, gguf, config.trust_remote_code)
-    check_rope(hf_config, config.max_model_len)
+    text = text_config(hf_config)
+    check_rope(text, config.max_model_len)
     report("building the model", 0.1)
-    model = build_meta(hf_config, dtype, config.trust_remote_code)
+    model = build_meta(text, dtype, config.trust_remote_code)
     layout = cache_layout(model.config, config.block_size, torch.empty((), dtype=dtype).element_size(), parallel)
     vocab_size = output_rows(model)
     # Tokenizer files are parsed while weights are read.
@@ -93,7 +95,8 @@ def load(
         )
         buffers.compute_buffers(model, place)
         sharding = shard(model, parallel, place)
-        weights = open_weights(source, model, sharding, gguf)
+        names = TextNames(hf_config, model) if hf_config is not text and source.weights else None
+        weights = open_weights(source, model, sharding, gguf, names)
         bf16 = config.cpu_arithmetic == "bf16"
         plan = plan or surgery.SurgeryPlan(deterministic=config.deterministic, bf16=bf16)
         if parallel.tp.size > 1:  # ranks add their results within each layer
@@ -152,11 +155,20 @@ def stays_packed(plan: surgery.SurgeryPlan, place: torch.device, dtype: torch.dt
     return place.type == "cpu" and dtype is torch.float32 and plan.linears and library.missing() is None
 
 
-def open_weights(source: ModelSource, model: PreTrainedModel, sharding: Sharding, gguf: GgufFile | None) -> Weights:
-    """The checkpoint under the model's names; no tensor is read. Raises ModelLoadError, ModelUnsupportedError."""
+def open_weights(
+    source: ModelSource,
+    model: PreTrainedModel,
+    sharding: Sharding,
+    gguf: GgufFile | None,
+    names: TextNames | None = None,
+) -> Weights:
+    """The checkpoint under the model's names; no tensor is read. Raises ModelLoadError, ModelUnsupportedError.
+
+    names: of a checkpoint that has other models, too.
+    """
     if source.kind == "dummy":
         tied = getattr(model, "all_tied_weights_keys", None) or {}
         return DummyWeights({name: shape for name, shape in sharding.shapes.items() if name not in tied})
     if gguf is not None:
         return GgufWeights(gguf)
-    return converted(SafetensorsWeights(source.weights), model, sharding.shapes)
+    return converted(SafetensorsWeights(source.weights), model, sharding.shapes, names)

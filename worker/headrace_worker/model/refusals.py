@@ -30,12 +30,15 @@ _REASONS = {
     ),
     "compress keys and values": "deepseek_v4",
     "attend within chunks of tokens": "llama4_text",
-    "have heads of another size in some of their layers": "gemma4_text gemma4_unified_text",
-    "share keys and values among layers": "gemma3n_text",
+    "have sizes per layer, which are not served yet (head_dim)": "gemma4_text gemma4_unified_text",
     "attend more than once in a layer": "diffllama dory hrm_text",
     "add a mask of their own to attention": "doge",
     "route attention through experts": "jetmoe",
     "are made of several models": "blt moshi",
+    "attend in both directions over their prompt": "paligemma",
+    "attend to images in layers of their own (cross-attention)": "mllama",
+    "take an image with every prompt": "blip-2 instructblip instructblipvideo",
+    "classify images": "shieldgemma2",
 }
 UNSERVED = {family: reason for reason, families in _REASONS.items() for family in families.split()}
 # They attend in both directions unless `is_decoder` is set.
@@ -46,6 +49,7 @@ _ENCODERS = (
 _LAYER_TYPES = ("full_attention", "sliding_attention", "attention")  # attention: full_attention in older files
 _CLASSIFIER = re.compile(r"For(Sequence|Token)Classification$|ForQuestionAnswering$|ForMultipleChoice$")
 _PARTS = ("text_config", "vision_config", "audio_config")
+_INHERITED = ("quantization_config",)  # of a whole checkpoint
 _SIZES = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "sliding_window")
 _ROPE_KINDS = {"default", "linear", "llama3", "longrope", "proportional", "yarn"}
 _OLD_ROPE_KINDS = {"su": "longrope", "mrope": "default"}
@@ -76,27 +80,79 @@ def check_config_file(name: str, fields: dict[str, Any], *, trust_remote_code: b
             f"config.json of {name!r} is that of {classes[0][:80]}, which classifies texts: it has no weights that "
             "generate them."
         )
-    check_config(SimpleNamespace(**fields | {"model_type": family}), known_code=not (own_code and trust_remote_code))
+    known_code = not (own_code and trust_remote_code)
+    fields = fields | {"model_type": family}
+    text = text_fields(fields) if known_code else fields
+    if text is not fields:
+        _check_outer(family, fields, text)
+    if text["model_type"] or text is fields:  # else the outer family has a text family of its own choice
+        check_config(SimpleNamespace(**text), known_code=known_code)
+
+
+def text_fields(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of config.json that describe the language model: `fields` itself where it is alone.
+
+    model_type is empty where neither the file nor the family's name shows it. Raises ModelUnsupportedError.
+    """
+    family, text = fields.get("model_type", ""), fields.get("text_config")
+    usual = f"{family}_text" if f"{family}_text" in known_families() else ""
+    if text is None:  # files of some families have its fields beside those of other parts
+        text = {} if usual and family not in causal_families() else None
+    if text is None:
+        return fields
+    if not isinstance(text, dict):
+        raise ModelUnsupportedError(f"text_config in config.json of this {family} model is no object: correct it.")
+    inherited = {name: fields[name] for name in _INHERITED if name in fields}
+    return {"model_type": usual} | inherited | text
+
+
+def _check_outer(family: str, fields: dict[str, Any], text: dict[str, Any]) -> None:
+    """Checks a family whose language model has the fields `text`. Raises ModelUnsupportedError."""
+    _check_decoder(SimpleNamespace(**fields))
+    _check_served(family)
+    kind = text["model_type"]
+    if kind and causal_families() and kind not in causal_families():
+        raise ModelUnsupportedError(
+            f"The language model of {family} ({str(kind)[:80]}) has no causal class of its own in transformers, which "
+            "is what is served of models with images or audio: docs/models.md names the families that have one."
+        )
+    if multimodal_families() and family not in multimodal_families():
+        raise ModelUnsupportedError(
+            f"{family} is none of the families with a text_config that transformers {version('transformers')} "
+            "generates text with: docs/models.md names those that are served."
+        )
+
+
+def _check_decoder(config: Any) -> None:
+    if config_value(config, "is_encoder_decoder") or config_value(config, "add_cross_attention"):
+        raise ModelUnsupportedError(
+            f"{config.model_type} is an encoder-decoder or has cross-attention: only decoders are served."
+        )
+
+
+def _check_served(family: str) -> None:
+    if family in UNSERVED:
+        raise ModelUnsupportedError(f"Models of the family {family} are not served: they {UNSERVED[family]}.")
 
 
 def check_config(config: Any, *, known_code: bool = True) -> None:
     """Refuses every model that is not a causal decoder with softmax attention. Raises ModelUnsupportedError.
 
-    known_code: its family is computed by transformers' own code.
+    config: of a language model. known_code: its family is computed by transformers' own code.
     """
     family = config.model_type
-    causal = not known_code or not causal_families() or family in causal_families()
-    parts = [part for part in _PARTS if config_value(config, part) is not None]
-    if parts and ("text_config" in parts or not causal):
+    if parts := [part for part in _PARTS if not known_code and config_value(config, part) is not None]:
         raise ModelUnsupportedError(
-            f"{family} is not a plain text decoder (its config.json has a {parts[0]}): serve a model for text alone."
+            f"{family} has code of its own and a {parts[0]}: of models with images or audio only those of "
+            "transformers' own families are served, as models for text."
         )
-    if config_value(config, "is_encoder_decoder") or config_value(config, "add_cross_attention"):
-        raise ModelUnsupportedError(f"{family} is an encoder-decoder or has cross-attention: only decoders are served.")
-    if not causal:
-        raise ModelUnsupportedError(f"transformers has no causal language model for {family!r}.")
-    if known_code and family in UNSERVED:
-        raise ModelUnsupportedError(f"Models of the family {family} are not served: they {UNSERVED[family]}.")
+    _check_decoder(config)
+    if known_code:
+        if causal_families() and family not in causal_families():
+            raise ModelUnsupportedError(f"transformers has no causal language model for {family!r}.")
+        for name in _SIZES:  # a value per layer says more than the family
+            config_value(config, name)
+        _check_served(family)
     bidirectional = config_value(config, "use_bidirectional_attention")
     encoder = known_code and family in _ENCODERS.split() and not config_value(config, "is_decoder")
     if encoder or not config_value(config, "is_causal", True) or bidirectional not in (None, False, "vision"):
@@ -189,9 +245,15 @@ def causal_families() -> frozenset[str]:
     return _names("modeling_auto.py", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
 
 
+def multimodal_families() -> frozenset[str]:
+    """The model types that transformers generates text with from images or audio, too; empty as above."""
+    tables = ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES", "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES")
+    return frozenset().union(*(_names("modeling_auto.py", table) for table in tables))
+
+
 @cache
 def _names(file: str, table: str) -> frozenset[str]:
-    """The keys of a table of transformers. Importing it would import torch, which takes seconds."""
+    """The keys of a table of transformers, but not of other tables in it. Importing it would take seconds (torch)."""
     spec = find_spec("transformers")
     for folder in spec.submodule_search_locations or () if spec else ():
         path = Path(folder, "models", "auto", file)
@@ -199,5 +261,7 @@ def _names(file: str, table: str) -> frozenset[str]:
             continue
         for node in ast.parse(path.read_bytes()).body:
             if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == table:
-                return frozenset(dict(ast.literal_eval(node.value.args[0])) if isinstance(node.value, ast.Call) else ())
+                entries = node.value.args[0] if isinstance(node.value, ast.Call) else None
+                pairs = entries.elts if isinstance(entries, ast.List) else ()
+                return frozenset(ast.literal_eval(pair)[0] for pair in pairs if isinstance(pair, ast.Tuple))
     return frozenset()

@@ -12,7 +12,9 @@ from headrace_proto.errors import ModelLoadError
 
 # Buffers in old checkpoints.
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
-_LAYER = re.compile(r"^(?:model\.)?layers\.([0-9]{1,9})\.")
+# Modules of the language model in checkpoints of several models.
+TEXT_PARTS = ("language_model", "text_model")
+_LAYER = re.compile(r"^(?:(?:model|language_model|text_model)\.)*layers\.([0-9]{1,9})\.")
 
 
 def open_files(files: Iterable[Path], framework: str) -> dict[str, Any]:
@@ -42,12 +44,17 @@ def open_files(files: Iterable[Path], framework: str) -> dict[str, Any]:
     return handles
 
 
-def count_elements(handles: dict[str, Any], layers: int | None = None) -> tuple[int, int, int]:
+def count_elements(
+    handles: dict[str, Any], layers: int | None = None, parts: tuple[str, ...] = ()
+) -> tuple[int, int, int]:
     """Elements of all floating-point tensors that a model of `layers` layers (None: unknown) reads; those of its
     matrices among them; those of its matrices in bfloat16.
+
+    parts: if any, tensors in modules of these names alone are counted.
     """
     elements = of_matrices = in_bfloat16 = 0
-    for view in (handle.get_slice(name) for name, handle in handles.items() if _is_read(name, layers)):
+    names = [name for name in handles if _is_read(name, layers) and (not parts or {*name.split(".")} & {*parts})]
+    for view in (handles[name].get_slice(name) for name in names):
         shape, dtype = view.get_shape(), view.get_dtype()
         if "F" in dtype:
             elements += prod(shape)

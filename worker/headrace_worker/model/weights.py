@@ -178,7 +178,7 @@ def fill(
         if tensor.is_floating_point():
             target = torch.float32 if strict else dtype
         # Always a copy: a mapped file may be replaced meanwhile, and a view keeps the whole tensor in memory.
-        tensor = tensor.to(device=device, dtype=target, copy=isinstance(weights, SafetensorsWeights))
+        tensor = tensor.to(device=device, dtype=target, copy=not isinstance(weights, DummyWeights | CodedWeights))
         _put(model, name, tensor)
         placed += tensor.nbytes
     for name, source in shared.items():
