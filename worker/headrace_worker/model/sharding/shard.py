@@ -172,9 +172,8 @@ class _Cutter:
 
     def _localise_attention(self, name: str, module: nn.Module) -> None:
         """Set this rank's head counts in an attention module."""
-        if not any(
-            f"{name}.{leaf}.weight" in self._sharding.cuts for leaf in ("k_proj", "qkv_proj", "query_key_value")
-        ):
+        keys = "k_proj" if hasattr(module, "k_proj") else "q_proj"  # keys may be those of an earlier layer
+        if not any(f"{name}.{leaf}.weight" in self._sharding.cuts for leaf in (keys, "qkv_proj", "query_key_value")):
             raise ModelUnsupportedError(
                 f"The tensor-parallel plan of {self._model.config.model_type} does not split its attention: serve it "
                 "with --tp 1."

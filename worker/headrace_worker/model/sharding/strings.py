@@ -39,6 +39,8 @@ _OVERRIDES: dict[str, dict[str, str]] = {
         "layers.*.self_attn.sinks": PER_HEAD,
         "layers.*.mlp.experts": "moe_tp_experts",
     },
+    # Which activations are zero depends on the mean and deviation of all of them.
+    "gemma3n_text": {f"layers.*.mlp.{name}_proj": "replicate" for name in ("gate", "up", "down")},
 }
 
 
