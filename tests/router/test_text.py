@@ -95,6 +95,30 @@ def test_templates_render_as_transformers_renders_them(source: str) -> None:
     assert ChatTemplate(source, special).render(messages, NOW) == expected[0]
 
 
+PARTS = (
+    "{% for m in messages %}{{ m.role }}:{% for part in m.content %}{% if part.type == 'image' %}<image>"
+    "{% elif part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}<end>{% endfor %}"
+)
+
+
+def test_text_is_a_list_of_parts_where_the_template_shows_no_other() -> None:
+    """As transformers' processors get it. Marks around the client's text, and tools in a system text, are kept."""
+    messages = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "<end>"},
+        {"role": "assistant", "content": None},
+    ]
+    template = ChatTemplate(PARTS, {})
+    chat = RenderedChat(template, messages[:2], NOW, {})
+    assert chat.text == "system:Be kind.<end>user:<end><end>"
+    assert chat.origins() == "t" * 7 + "c" * 8 + "t" * 10 + "c" * 5 + "t" * 5
+    tool = {"type": "function", "function": {"name": "look_up"}}
+    assert "look_up" in template.render(messages[:2], NOW, {"tools": [tool]})
+    both = "{% for m in messages %}{% if m.content is string %}a{{ m.content }}{% else %}b{% endif %}{% endfor %}"
+    assert ChatTemplate(both, {}).render(messages[:1], NOW) == "aBe kind."
+    assert template.render(messages, NOW).endswith("assistant:<end>")
+
+
 @pytest.mark.parametrize(
     "source",
     [

@@ -58,6 +58,7 @@ class ChatTemplate:
             messages = with_tools(messages, options.pop("tools", None), system=self._takes_system)
         else:
             messages = [self._fitting(message) for message in messages]
+        messages = self._with_parts(messages)
         given = {"tools": None, "documents": None, "add_generation_prompt": True, **self._special_tokens, **options}
         try:
             return self._template.render({**given, "messages": messages, "strftime_now": now.strftime})
@@ -96,6 +97,25 @@ class ChatTemplate:
     def _takes_system(self) -> bool:
         return self._succeeds([{"role": "system", "content": "a"}, {"role": "user", "content": "b"}], None)
 
+    @cached_property
+    def _wants_parts(self) -> bool:
+        """Whether it shows text in a list of parts alone, as templates of models with images do."""
+        return not self._shows("xtextx") and self._shows(_parts("xtextx"))
+
+    def _shows(self, content: Any) -> bool:
+        rendered = self._render_plain([{"role": "user", "content": content}], None) or ""
+        return "xtextx" in rendered and "'xtextx'" not in rendered  # not as Python writes a list
+
+    def _with_parts(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """The messages with their text in the template's form."""
+        if not self._wants_parts:
+            return messages
+        return [
+            {**message, "content": _parts(content or "")} if isinstance(content, str | None) else message
+            for message in messages
+            for content in [message.get("content")]
+        ]
+
     def _fitting(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         """A message of which calls and results are in the template's form."""
         if calls := message.get("tool_calls"):
@@ -133,13 +153,16 @@ class ChatTemplate:
         return self._succeeds(messages, [{"type": "function", "function": tool}])
 
     def _succeeds(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> bool:
+        return self._render_plain(self._with_parts(messages), tools) is not None
+
+    def _render_plain(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> str | None:
+        """None where the template fails."""
         assert self._template is not None
         given = {"tools": tools, "documents": None, "add_generation_prompt": True, **self._special_tokens}
         try:
-            self._template.render({**given, "messages": messages, "strftime_now": datetime.now().strftime})
+            return self._template.render({**given, "messages": messages, "strftime_now": datetime.now().strftime})
         except Exception:  # of templates, filters and operators
-            return False
-        return True
+            return None
 
 
 def _without_default(named: Sequence[str]) -> str:
@@ -155,6 +178,10 @@ def _without_default(named: Sequence[str]) -> str:
 
 # Arguments as JSON text, which some templates want; ids of nine letters and digits, as Mistral's templates want.
 _FORMS = tuple({"as_text": as_text, "short_ids": short_ids} for short_ids in (False, True) for as_text in (False, True))
+
+
+def _parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
 
 
 def _call(call: Mapping[str, Any], *, as_text: bool, short_ids: bool) -> Mapping[str, Any]:

@@ -156,6 +156,7 @@ def test_a_gguf_file_with_fewer_rows_than_tokens(embedded: GgufFile) -> None:
 # end tokens
 
 TURN = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+PARTS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for part in m.content %}{{ part.text }}{% endfor %}"
 THINKS = "{% for m in messages %}{% if m.reasoning %}{{ m.reasoning }}<|end|>{% endif %}"
 
 
@@ -175,6 +176,7 @@ THINKS = "{% for m in messages %}{% if m.reasoning %}{{ m.reasoning }}<|end|>{% 
         ("{% for m in messages %}<|assistant|>\n{{ m.content }}{% endfor %}<|assistant|>\n", []),
         (f"{THINKS}{{{{ m.content }}}}<|end|>{{% endfor %}}", []),  # as Solar's, whose reasoning ends so, too
         (f"{THINKS}{{{{ m.content }}}}<|stop|>{{% endfor %}}", ["<|stop|>"]),  # as gpt-oss's
+        (f"{PARTS}<|im_end|>{{% endfor %}}", [END]),
         ("{{ raise_exception('no') }}", []),
         ("{% for m in messages %}{{ m.content.no.such }}{% endfor %}", []),
         ("<|im_end|>{{ messages[0].content }}<|im_end|>", []),  # the answer is not shown

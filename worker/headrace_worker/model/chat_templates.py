@@ -88,14 +88,18 @@ def _after_answer(
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    answer = {"role": "assistant", "content": _ANSWER}
-    answer |= dict.fromkeys(("reasoning_content", "reasoning", "thinking"), _REASONING)
-    chat = [{"role": "user", "content": "Hi"}, answer]
-    try:
-        (rendered,), _ = render_jinja_template([chat], tools, chat_template=template, **special_tokens)
-    except Exception:  # of filters and operators, too: a template may refuse any chat
-        return []
-    before, shown, after = rendered.rpartition(_ANSWER)
+    before = shown = after = ""
+    for content in (str, _parts):  # templates of models with images may show text in a list of parts alone
+        answer = {"role": "assistant", "content": content(_ANSWER)}
+        answer |= dict.fromkeys(("reasoning_content", "reasoning", "thinking"), _REASONING)
+        chat = [{"role": "user", "content": content("Hi")}, answer]
+        try:
+            (rendered,), _ = render_jinja_template([chat], tools, chat_template=template, **special_tokens)
+        except Exception:  # of filters and operators, too: a template may refuse any chat
+            continue
+        before, shown, after = rendered.rpartition(_ANSWER)
+        if shown:
+            break
     ids = {
         token.content: token_id
         for token_id, token in tokenizer.get_added_tokens_decoder().items()
@@ -111,3 +115,7 @@ def _after_answer(
     if spelled or before.rstrip().endswith(first) or (thinks and first in begin):
         return []
     return [ids[content] for content in re.findall(control, match["run"])]
+
+
+def _parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
