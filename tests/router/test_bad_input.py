@@ -8,6 +8,11 @@ from typing import Any
 import httpx
 import pytest
 
+from headrace_router.core.errors import UnsupportedError
+from headrace_router.core.limits import Limits
+from headrace_router.validation.bodies import ChatBody
+from headrace_router.validation.body_errors import PART_KINDS, parse_body
+
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 STRICT: dict[str, Any] = {
     "type": "function",
@@ -53,6 +58,7 @@ CHAT_CORPUS: dict[str, tuple[bytes, int]] = {
     "calls of a user": (_with(messages=[{"role": "user", "content": "x", "tool_calls": [CALL]}]), 400),
     "no content": (_with(messages=[{"role": "user"}]), 400),
     "image": (_with(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]), 400),
+    "audio": (_with(messages=[{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]), 400),
     "strange part": (_with(messages=[{"role": "user", "content": [{"type": "hologram"}]}]), 400),
     "too many messages": (_with(messages=GOOD["messages"] * 3000), 400),
     "million bad messages": (_with(messages=[1] * 500_000), 400),
@@ -127,6 +133,7 @@ def test_hostile_chat_bodies(shared: Any, name: str, stream: bool) -> None:
         ("hot", "invalid_value", "temperature"),
         ("unknown role", "invalid_value", "messages[0].role"),
         ("image", "unsupported_parameter", "messages[0].content[0].type"),
+        ("audio", "unsupported_parameter", "messages[0].content[0].type"),
         ("strange part", "invalid_value", "messages[0].content[0].type"),
         ("no model", "missing_required_parameter", "model"),
     ],
@@ -137,6 +144,14 @@ def test_errors_name_code_and_field(shared: Any, name: str, code: str, param: st
         answer = client.post("/v1/chat/completions", content=content, headers={"content-type": "application/json"})
     error = answer.json()["error"]
     assert (error["code"], error["param"]) == (code, param), error
+
+
+@pytest.mark.parametrize("kind", PART_KINDS)
+def test_parts_that_are_not_text_are_refused_by_name(kind: str) -> None:
+    """Whether or not the model of the checkpoint could read them."""
+    body = GOOD | {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": kind, kind: {}}]}]}
+    with pytest.raises(UnsupportedError, match=f"'{kind}' are not supported: this server reads and answers text only"):
+        parse_body(ChatBody, body, Limits())
 
 
 def test_context_error_has_both_numbers(shared: Any) -> None:

@@ -21,7 +21,11 @@ Body = TypeVar("Body", ChatBody, CompletionBody)
 UNSUPPORTED_ROLES = ("function",)
 _NO_OBJECT = ("dict_type", "model_type", "model_attributes_type")  # pydantic's types of errors
 _OBJECT = "it must be an object"
-PART_KINDS = ("image_url", "input_audio", "file", "video_url", "refusal")
+# Of OpenAI's API, its Responses API, vLLM and transformers.
+PART_KINDS = (
+    *("image_url", "image", "input_image", "input_audio", "audio_url", "audio", "video_url", "video"),
+    *("file", "input_file", "refusal"),
+)
 
 
 def parse_body(kind: type[Body], value: Any, limits: Limits, ignored: IgnoredFields | None = None) -> Body:
@@ -78,7 +82,7 @@ def _check_message(message: Any, index: int) -> None:
     for part_index, part in enumerate(content if isinstance(content, list) else ()):
         if isinstance(part, dict) and isinstance(part.get("type"), str) and part["type"] in PART_KINDS:
             raise UnsupportedError(
-                f"Content parts of type '{part['type']}' are not supported by this server: it reads text only.",
+                f"Content parts of type '{part['type']}' are not supported: this server reads and answers text only.",
                 param=f"messages[{index}].content[{part_index}].type",
             )
 
