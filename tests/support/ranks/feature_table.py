@@ -25,6 +25,11 @@ KINDS = {
     "gpt_oss": "sinks, sliding and full layers, MoE",
     "mixtral": "MoE",
     "qwen3_moe": "MoE, norms on q and k",
+    "gemma3n_text": "layers that share keys and values, activations that depend on each other",
+    "gemma3": "a checkpoint with images",
+    "mistral3": "a checkpoint with images",
+    "internvl": "a checkpoint with images",
+    "llava_next": "a checkpoint with images",
     "SmolLM2-135M": "the real model: 9 heads, 3 KV heads",
 }
 ONE_RANK = re.compile(r"test_tokens_of_one_rank\[(?P<family>[\w-]+)\]")

@@ -107,7 +107,7 @@ def test_the_layout_of_names_does_not_matter(folder: Path) -> None:
     newer |= {part: f"model.{part}" for part in ("vision_tower", "multi_modal_projector", "image_newline")}
 
     def rename(stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {newer[part] + name.removeprefix(part): t for name, t in stored.items() for part in newer if part in name}
+        return {name.replace(old, new): t for name, t in stored.items() for old, new in newer.items() if old in name}
 
     change_tensors(folder, rename)
     after = plain(folder).state_dict()

@@ -25,16 +25,6 @@ def test_tokens_of_one_rank(
     check_oracle(folder, mixed, replica.run(mixed, 6))
 
 
-@pytest.mark.parametrize("family", ["gemma3", "gemma3n_text"])
-def test_tokens_of_two_ranks(
-    family: str, save_tiny: Callable[..., Path], sharded: Callable[..., Any], check_oracle: Callable[..., None]
-) -> None:
-    """A checkpoint with images, of which each rank reads its part of the language model; an MLP that is not split."""
-    folder = save_tiny(family)
-    mixed = prompts(6)
-    check_oracle(folder, mixed, sharded(folder, tp=2).run(mixed, 6))
-
-
 @pytest.mark.parametrize(
     ("family", "tp", "pp", "blocks"),
     [("llama", 2, 2, 26), ("mistral", 4, 1, 16), ("gemma3_text", 2, 2, 26), ("gemma3n_text", 1, 1, 26)],
