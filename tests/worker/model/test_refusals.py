@@ -30,7 +30,9 @@ OWN_CODE = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM":
 # Families whose layers, as config.json names them, decide; the default has recurrent ones.
 BY_LAYERS = {"granitemoehybrid"}
 # Families with images or audio of which the language model is served, as docs/models.md lists them.
-TEXT_PARTS = re.findall(r"`(\w+)`", MODELS.read_text().partition("| served |")[2].partition(";")[0])
+_SERVED, _, _REFUSED = MODELS.read_text().partition("| served |")[2].partition("\n\n")[0].partition(";")
+TEXT_PARTS = re.findall(r"`(\w+)`", _SERVED)
+WITHOUT = re.findall(r"`([\w-]+)`", _REFUSED.partition("\n")[2])
 
 
 def outer(family: str, text: str, **fields: Any) -> dict[str, Any]:
@@ -169,6 +171,12 @@ def test_every_family_that_a_rank_refuses_is_refused_before_a_start() -> None:
         assert bool(early) == bool(late) or by_family or family in BY_LAYERS, (family, early, late)
         served += [family] if not early else []
     assert len(served) > 110 and len(TEXT_PARTS) == 14 and {*TEXT_PARTS} <= {*served}
+
+
+def test_the_families_with_images_that_docs_name_as_unserved() -> None:
+    assert len(WITHOUT) > 20
+    for family in {*WITHOUT} - {"lfm2_vl"}:  # by its layers, of which the default has none of another kind
+        assert _early(family), family
 
 
 def test_the_families_with_tools_that_the_engine_loads() -> None:
