@@ -103,7 +103,7 @@ PARTS = (
 
 def test_text_is_a_list_of_parts_where_the_template_shows_no_other() -> None:
     """As transformers' processors get it. Marks around the client's text, and tools in a system text, are kept."""
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "system", "content": "Be kind."},
         {"role": "user", "content": "<end>"},
         {"role": "assistant", "content": None},

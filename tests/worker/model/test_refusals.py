@@ -72,6 +72,7 @@ def folder(path: Path, **fields: Any) -> Path:
         ({"model_type": "t5gemma2", "is_encoder_decoder": True}, "t5gemma2 is an encoder-decoder"),
         (outer("vision-text-dual-encoder", "llama"), "none of the families with a text_config that transformers"),
         ({"model_type": "llava", "text_config": []}, "text_config in config.json of this llava model is no object"),
+        (outer("llava", ["llama"]), "text_config in config.json of this llava model is no object with a model_type"),  # type: ignore[arg-type]
         ({"model_type": "t5"}, "no causal language model for 't5'"),
         ({"model_type": "nonsense"}, "'nonsense', which transformers .* does not support"),
         (TINY, "has no model_type"),

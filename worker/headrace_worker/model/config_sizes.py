@@ -22,7 +22,8 @@ def config_value(config: Any, name: str, default: Any = None) -> Any:
     except Exception as error:  # transformers refuses to name one for all layers
         raise _per_layer(config, name, [getattr(layer, name, None) for layer in config.per_layer_config]) from error
     layers = vars(config).get("per_layer_config")  # of config.json: what some layers have instead
-    own = [layer[name] for layer in layers.values() if name in layer] if isinstance(layers, dict) else []
+    entries = layers.values() if isinstance(layers, dict) else ()
+    own = [layer[name] for layer in entries if isinstance(layer, dict) and name in layer]
     if name == "head_dim" and (full := vars(config).get("global_head_dim")):  # the form of Gemma 4's files
         own.append(full)
     if value is not None and any(other != value for other in own):
@@ -31,10 +32,10 @@ def config_value(config: Any, name: str, default: Any = None) -> Any:
 
 
 def _per_layer(config: Any, name: str, values: list[Any]) -> ModelUnsupportedError:
-    found = sorted({str(value)[:80] for value in values}, key=lambda text: (len(text), text))
+    *others, last = sorted({str(value)[:80] for value in values}, key=lambda text: (len(text), text))
     return ModelUnsupportedError(
         f"This {config.model_type} model has sizes per layer, which are not served yet: {name} is "
-        f"{', '.join(found[:-1])} and {found[-1]}."
+        f"{', '.join(others)} and {last}."
     )
 
 

@@ -100,8 +100,10 @@ def text_fields(fields: dict[str, Any]) -> dict[str, Any]:
         text = {} if usual and family not in causal_families() else None
     if text is None:
         return fields
-    if not isinstance(text, dict):
-        raise ModelUnsupportedError(f"text_config in config.json of this {family} model is no object: correct it.")
+    if not isinstance(text, dict) or not isinstance(text.get("model_type", ""), str):
+        raise ModelUnsupportedError(
+            f"text_config in config.json of this {family} model is no object with a model_type: correct it."
+        )
     inherited = {name: fields[name] for name in _INHERITED if name in fields}
     return {"model_type": usual} | inherited | text
 
