@@ -131,8 +131,8 @@ template <int STEP> inline void swap_lanes(float_register* x) {
     for (int i = 0; i < LANES; i++) {
         if (i & STEP) continue;
         const float_register a = x[i], b = x[i + STEP];
-        x[i] = __builtin_shuffle(a, b, low);
-        x[i + STEP] = __builtin_shuffle(a, b, high);
+        x[i] = shuffled(a, b, low);
+        x[i + STEP] = shuffled(a, b, high);
     }
     if constexpr (STEP > 1) swap_lanes<STEP / 2>(x);
 }

@@ -282,7 +282,7 @@ constexpr int ROWS = 6, PAIR = 1, QUAD = 4;  // 12 of the 16 of half the size
 constexpr int MANY = 2 * ROWS;     // rows for which weights are expanded
 constexpr int64_t INPUTS = 256;    // of a block: with it the weights of PAIR panels take 16 to 32 KiB
 
-// kernel(row, tile): for each tile of rows, of a constant number of rows.
+// kernel(row, count): for each tile of rows, its first row and the constant number of its rows.
 template <class Kernel> inline void for_tiles(int64_t rows, Kernel kernel) {
     int64_t row = 0;
     auto run = [&](auto count) {

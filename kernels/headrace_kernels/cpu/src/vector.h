@@ -140,12 +140,23 @@ static inline ints lanes() {
 
 static inline floats spread(float x) { return x - floats{}; }
 
+// The lanes of two registers, numbered one after the other, that a constant index names.
+static inline float_register shuffled(float_register a, float_register b, int_register index) {
+#if defined(__clang__)  // it has no function for it that GCC before version 12 has, too
+    float_register x;
+    for (int i = 0; i < LANES; i++) x[i] = index[i] < LANES ? a[index[i]] : b[index[i] - LANES];
+    return x;
+#else
+    return __builtin_shuffle(a, b, index);
+#endif
+}
+
 // Both halves of a value as one, down to a number: the same pairs for every size of registers.
 template <class Op> inline float fold(float_register x, Op op) {
     for (int half = LANES / 2; half; half /= 2) {
         int_register other;
         for (int i = 0; i < LANES; i++) other[i] = (i + half) % LANES;
-        x = op(x, __builtin_shuffle(x, other));
+        x = op(x, shuffled(x, x, other));
     }
     return x[0];
 }
