@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headrace_kernels.cpu import library
 from headrace_kernels.gpu import availability
-from headrace_kernels.meta import AttentionMeta
+from headrace_kernels.meta import AttentionMeta, StateMeta
 from headrace_kernels.packed import PackedWeight
 from headrace_kernels.registry import Backend, Op
 
@@ -90,6 +90,12 @@ ROW_MAX: Op[Callable[[Tensor], tuple[Tensor, Tensor]]] = _op("softmax", "row_max
 PACKED_ROWS: Op[Callable[[PackedWeight, Tensor], Tensor]] = _op("packed", "packed_rows", fast=("cpu",))
 PACKED_MATMUL: Op[Callable[[Tensor, PackedWeight, Tensor | None, bool], Tensor]] = _op(
     "packed", "packed_matmul", fast=("cpu",)
+)
+CAUSAL_CONV: Op[Callable[[Tensor, Tensor, Tensor, StateMeta, Tensor | None, bool], Tensor]] = _op(
+    "recurrent", "causal_conv", fast=()
+)
+DELTA_RULE: Op[Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, StateMeta], Tensor]] = _op(
+    "recurrent", "delta_rule", fast=()
 )
 GUMBEL_NOISE_AT: Op[Callable[[Tensor, Tensor], Tensor]] = _op("noise", "gumbel_noise_at")
 GUMBEL_ARGMAX: Op[Callable[[Tensor, Tensor], Tensor]] = _op("noise", "gumbel_argmax")

@@ -1,4 +1,4 @@
-"""The sequences of one step, as input of attention.
+"""The sequences of one step, as input of attention and of layers with recurrent state.
 
 Legend of shape letters in this package: T tokens of the step, S sequences, H query heads, K key/value heads, D head
 size, B blocks of the pool, P positions per block, M entries of a block table, V vocabulary, R sampled rows.
@@ -24,3 +24,15 @@ class AttentionMeta:
     slots: Tensor  # [T] int64, block * P + offset of each new token; negative = write nothing
     max_query_len: int
     max_seq_len: int
+
+
+@dataclass(slots=True)
+class StateMeta:
+    """One per step, shared by all layers with recurrent state. A slot holds the states of one sequence at one position.
+
+    The tokens of sequence s are ``query_starts[s] : query_starts[s + 1]``. Slot 0 is all zeros: the state of nothing.
+    """
+
+    query_starts: Tensor  # [S + 1] int32
+    reads: Tensor  # [S] int32, slot with the state before the first of the tokens
+    writes: Tensor  # [S] int32, slot that gets the state after the last one; 0 = it is not kept

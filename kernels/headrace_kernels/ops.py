@@ -7,7 +7,7 @@ from torch import Tensor
 
 from headrace_kernels import catalog, kv_format
 from headrace_kernels.arguments import KernelArgumentError
-from headrace_kernels.meta import AttentionMeta
+from headrace_kernels.meta import AttentionMeta, StateMeta
 from headrace_kernels.packed import PackedWeight
 
 
@@ -65,6 +65,28 @@ def paged_attention(
         query, pool, meta, scale=scale, window=window, softcap=softcap, sinks=sinks, kv_scale=kv_scale,
         deterministic=deterministic,
     )  # fmt: skip
+
+
+def causal_conv(
+    x: Tensor, weight: Tensor, pool: Tensor, meta: StateMeta, bias: Tensor | None = None, silu: bool = False
+) -> Tensor:
+    """Convolution of x [T, C] with the taps weight [C, W], per channel and sequence -> [T, C].
+
+    pool [N, W - 1, C]: the last inputs of each slot. silu: of the result.
+    """
+    return catalog.CAUSAL_CONV.best(x)(x, weight, pool, meta, bias, silu)
+
+
+def delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, pool: Tensor, meta: StateMeta
+) -> Tensor:
+    """Gated delta rule (Yang et al. 2024, arXiv:2412.06464) over the states in pool [N, H, D, E] float32.
+
+    query, key [T, K, D], value [T, H, E], beta [T, H]; decay: natural logarithm [T, H], or [T, H, D] per channel
+    (Kimi Delta Attention) -> [T, H, E] float32. H is a multiple of K; head h reads query and key h // (H / K), which
+    are divided by their norms.
+    """
+    return catalog.DELTA_RULE.best(value)(query, key, value, decay, beta, pool, meta)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -118,7 +118,8 @@ def assemble_part(
         notes.append(memory.note(model.weight_bytes, size.num_bytes, free))
     if memory.unrecorded:
         notes.append(memory.unrecorded)
-    pools = KVPools.of(model, size.num_blocks)
+    max_num_seqs = size.max_num_seqs
+    pools = KVPools.of(model, size.num_blocks, size.state_slots)
     shards = kv_shards(model.config, model.dtype_name, config.block_size, config.tp, config.pp)
     rank = team.topology.rank if team is not None else 0
     transfers = TransferWorker(
@@ -177,6 +178,7 @@ def assemble(
         size.num_blocks,
         BlockHasher(cache_key),
         ModelScope(config.model, model.source.revision, model.dtype_name, model.dtype_name),
+        size.state_slots,
     )
     steps: StepRunner = stepper if profiler is None else ProfiledRunner(stepper, profiler)
     if thread is not None:

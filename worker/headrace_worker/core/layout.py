@@ -5,6 +5,8 @@ layers (groups are split until this holds), so one block, whichever group owns i
 serves all groups: block b of layer slot i is ``pool[i][:, b]``, used by layer ``group.layers[i]`` of b's owner.
 """
 
+from math import prod
+
 from msgspec import Struct
 
 LAYOUT_VERSION = 1
@@ -20,8 +22,20 @@ class CacheGroupSpec(Struct, frozen=True):
     window: int = 0  # tokens a query attends to, itself included; 0 = all
 
 
+class StateSpec(Struct, frozen=True):
+    """One kind of recurrent state of one layer on this rank, per sequence."""
+
+    layer: int
+    kind: str  # "conv": the last inputs of a convolution, in the model's dtype; "recurrent": in float32
+    shape: tuple[int, ...]
+
+    def size(self, element_bytes: int) -> int:
+        """Bytes. element_bytes: of the model's dtype."""
+        return prod(self.shape) * (element_bytes if self.kind == "conv" else 4)
+
+
 class CacheLayout(Struct, frozen=True):
-    """All groups of a model on one rank.
+    """All groups of a model on one rank, and the states of its recurrent layers.
 
     Per layer slot the pool is a tensor [2, blocks, kv_heads, block_size, head_dim]: keys, then values.
     """
@@ -29,11 +43,17 @@ class CacheLayout(Struct, frozen=True):
     block_size: int
     groups: tuple[CacheGroupSpec, ...]
     element_bytes: int
+    states: tuple[StateSpec, ...] = ()
 
     @property
     def layers_per_group(self) -> int:
         """Layer slots of the pool: with several pipeline stages a group may have fewer layers on this rank."""
         return max(len(group.layers) for group in self.groups)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of the recurrent state of one sequence."""
+        return sum(state.size(self.element_bytes) for state in self.states)
 
     @property
     def block_bytes(self) -> int:

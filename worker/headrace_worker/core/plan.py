@@ -59,7 +59,8 @@ class Work(Struct, frozen=True, gc=False):
     """Compute positions [start, start + count) of a row; with `sample`, sample the token at position start + count.
 
     The sampled token is stored in the row at that position on the device at once, before the host reads it. The
-    known tokens at positions start + 1 to start + scored get log-probabilities.
+    known tokens at positions start + 1 to start + scored get log-probabilities. state_read, state_write: slots of the
+    recurrent state before the first position and after the last one.
     """
 
     row: int
@@ -67,6 +68,8 @@ class Work(Struct, frozen=True, gc=False):
     count: int
     sample: bool
     scored: int = 0
+    state_read: int = 0
+    state_write: int = 0
 
 
 class StepPlan(Struct, frozen=True):

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from headrace_worker.core.kv.manager import BlockTable
+from headrace_worker.core.kv.states import StateSlots
 from headrace_worker.core.plan import RowInit, StepPlan, TableUpdate, Work
 from headrace_worker.core.request import Request
 
@@ -29,6 +30,7 @@ class StepDraft:
 
     budget: int
     frees: list[int]
+    states: StateSlots | None = None
     inits: list[RowInit] = field(default_factory=list)
     tables: list[TableUpdate] = field(default_factory=list)
     work: list[Work] = field(default_factory=list)
@@ -50,7 +52,8 @@ class StepDraft:
         sample = count == request.missing and not request.prefill_only
         scored = max(0, min(end, request.prompt_len - 1) - start) if request.scores else 0
         self.scorable -= scored
-        self.work.append(Work(request.row, start, count, sample, scored))
+        read, write = self.states.advance(table.state) if self.states is not None else (0, 0)
+        self.work.append(Work(request.row, start, count, sample, scored, read, write))
         self.requests.append(request)
         self.block_tables.append(table)
         self.budget -= count
@@ -66,7 +69,8 @@ class StepDraft:
     def add_last(self, request: Request, table: BlockTable) -> None:
         """As `add`, for a request that misses one position, which is the most common case."""
         start = request.computed
-        self.work.append(Work(request.row, start, 1, True))
+        read, write = self.states.advance(table.state) if self.states is not None else (0, 0)
+        self.work.append(Work(request.row, start, 1, True, 0, read, write))
         self.requests.append(request)
         self.block_tables.append(table)
         self.budget -= 1

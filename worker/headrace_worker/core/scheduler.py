@@ -88,7 +88,7 @@ class Scheduler:
 
     def schedule(self) -> ScheduledStep | None:
         """The next step, or None when nothing can be computed now."""
-        draft = StepDraft(self.limits.max_num_batched_tokens, self._request_table.rows.freed)
+        draft = StepDraft(self.limits.max_num_batched_tokens, self._request_table.rows.freed, self.kv.states)
         self._followers.restore()
         if self._request_table.suspects:
             self._schedule_suspect(draft)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import headrace_kernels.ops as ops
-from headrace_kernels.meta import AttentionMeta
+from headrace_kernels.meta import AttentionMeta, StateMeta
 from headrace_proto.errors import HeadraceError
 
 IMPLEMENTATION = "headrace"
@@ -45,6 +45,8 @@ class StepContext:
     hidden_out: Tensor | None = None  # [1, T, N] for the stage after; None on the last
     attended: set[int] = field(default_factory=set)  # layers whose keys and values are stored
     written: Callable[[int, Tensor], None] | None = None  # called with each layer, and its values
+    states: Mapping[tuple[int, str], Tensor] = field(default_factory=dict)  # pools, by layer and kind
+    state_meta: StateMeta | None = None
 
     def attend_once(self, layer: int) -> None:
         """Notes that a layer attends. Raises StepContextError the second time."""

@@ -7,12 +7,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from headrace_proto.errors import HeadraceError, ModelLoadError, ModelUnsupportedError
-from headrace_worker.model import attention
+from headrace_worker.core.layout import StateSpec
+from headrace_worker.model import attention, recurrent
 from headrace_worker.model.cache_layout import layer_windows
 from headrace_worker.model.gguf_config import gguf_config
 from headrace_worker.model.gguf_file import GgufFile
 from headrace_worker.model.json_files import read_object
-from headrace_worker.model.refusals import attends_both_ways, check_config, check_config_file
+from headrace_worker.model.refusals import RECURRENT, attends_both_ways, check_config, check_config_file
 from headrace_worker.model.source import ModelSource
 
 
@@ -58,15 +59,20 @@ def check_supported(config: Any) -> None:
 
 
 def _check_interface(family: Any) -> None:
-    if not getattr(family, "_supports_attention_backend", False):
+    if not getattr(family, "_supports_attention_backend", False) and family.config_class.model_type not in RECURRENT:
         raise ModelUnsupportedError(
             f"{family.__name__} does not use transformers' attention interface, or keeps recurrent state: it cannot be "
             "served."
         )
 
 
-def build_meta(config: Any, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The model class of `config`, built without memory; parameters and buffers are on meta."""
+def build_meta(
+    config: Any, dtype: torch.dtype, trust_remote_code: bool = False
+) -> tuple[PreTrainedModel, tuple[StateSpec, ...]]:
+    """The model class of `config`, built without memory, and the states of its recurrent layers.
+
+    Parameters and buffers are on meta.
+    """
     check_supported(config)
     attention.register()
     try:
@@ -83,11 +89,12 @@ def build_meta(config: Any, dtype: torch.dtype, trust_remote_code: bool = False)
         reason = (str(error).strip().split("\n")[0] or type(error).__name__)[:200]
         reason = f"{reason} is missing" if isinstance(error, KeyError) else reason
         raise ModelLoadError(f"The {config.model_type} config does not define a valid model: {reason}") from error
+    states = recurrent.redirect(model, config.layer_types) if config.model_type in RECURRENT else ()
     _check_interface(type(model))
     if any(hasattr(part, "layer_idx") and getattr(part, "is_causal", True) is False for part in model.modules()):
         raise attends_both_ways(config.model_type)
     model.config.use_cache = False
-    return model.eval()
+    return model.eval(), states
 
 
 def output_rows(model: PreTrainedModel) -> int:

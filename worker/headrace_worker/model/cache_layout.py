@@ -4,23 +4,30 @@ from typing import Any
 
 from headrace_proto.errors import ModelUnsupportedError
 from headrace_worker.comm.parallel_context import SINGLE, ParallelContext
-from headrace_worker.core.layout import CacheGroupSpec, CacheLayout
+from headrace_worker.core.layout import CacheGroupSpec, CacheLayout, StateSpec
 from headrace_worker.model.config_sizes import config_size, optional_size
 from headrace_worker.model.refusals import check_layer_types
 from headrace_worker.model.sharding.places import local_kv_heads, stage_layers
 
 
-def cache_layout(config: Any, block_size: int, element_bytes: int, parallel: ParallelContext = SINGLE) -> CacheLayout:
+def cache_layout(
+    config: Any,
+    block_size: int,
+    element_bytes: int,
+    parallel: ParallelContext = SINGLE,
+    states: tuple[StateSpec, ...] = (),
+) -> CacheLayout:
     """Derive a rank's layout from a transformers text config.
 
     All ranks have the same groups, since a block belongs to a group on all of them; a group's layers are those of the
     rank's stage, and with several stages there may be fewer of them than the pool has slots, or none.
 
-    Raises ModelUnsupportedError for layers whose state is not a softmax-attention KV cache.
+    states: of its layers with recurrent state. Raises ModelUnsupportedError for layers of unknown kinds.
     """
     windows = layer_windows(config)
     stages = stage_layers(len(windows), parallel.pp_size)
-    counts = {window: [windows[first:stop].count(window) for first, stop in stages] for window in sorted(set(windows))}
+    spans = sorted({window for window in windows if window is not None})
+    counts = {window: [windows[first:stop].count(window) for first, stop in stages] for window in spans}
     groups_of = _groups(counts)
     first, stop = stages[parallel.pp_rank]
     groups: list[CacheGroupSpec] = []
@@ -37,7 +44,7 @@ def cache_layout(config: Any, block_size: int, element_bytes: int, parallel: Par
                     window=window,
                 )
             )
-    return CacheLayout(block_size=block_size, groups=tuple(groups), element_bytes=element_bytes)
+    return CacheLayout(block_size, tuple(groups), element_bytes, states)
 
 
 def _groups(counts: dict[int, list[int]]) -> dict[int, int]:
@@ -62,8 +69,8 @@ def head_size(config: Any) -> int:
     return optional_size(config, "head_dim") or config_size(config, "hidden_size") // heads
 
 
-def layer_windows(config: Any) -> list[int]:
-    """Per layer the number of tokens a query attends to, itself included; 0 = all."""
+def layer_windows(config: Any) -> list[int | None]:
+    """Per layer the number of tokens a query attends to, itself included; 0 = all, None = it keeps a state instead."""
     layers = config_size(config, "num_hidden_layers")
     sliding = optional_size(config, "sliding_window")
     kinds = getattr(config, "layer_types", None)
@@ -77,4 +84,5 @@ def layer_windows(config: Any) -> list[int]:
     check_layer_types(config)
     if "sliding_attention" in kinds and not sliding:
         raise ModelUnsupportedError(f"This {config.model_type} model has sliding layers, but no sliding_window.")
-    return [sliding if kind == "sliding_attention" else 0 for kind in kinds]
+    window_of = {"sliding_attention": sliding, "linear_attention": None}
+    return [window_of.get(kind, 0) for kind in kinds]

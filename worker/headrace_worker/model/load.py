@@ -23,7 +23,7 @@ from headrace_worker.model.converted import converted
 from headrace_worker.model.facts import ModelFacts, read_facts
 from headrace_worker.model.gguf import GgufWeights
 from headrace_worker.model.gguf_file import GgufFile
-from headrace_worker.model.refusals import check_rope
+from headrace_worker.model.refusals import RECURRENT, check_recurrent, check_rope
 from headrace_worker.model.sharding.shard import Sharding, shard
 from headrace_worker.model.source import ModelSource, resolve
 from headrace_worker.model.text_part import TextNames, text_config
@@ -84,9 +84,15 @@ def load(
     hf_config = read_config(source, gguf, config.trust_remote_code)
     text = text_config(hf_config)
     check_rope(text, config.max_model_len)
+    check_recurrent(text, config)
+    if text.model_type in RECURRENT and place.type != "cpu":
+        raise ModelUnsupportedError(
+            f"{text.model_type} keeps recurrent state, which is computed on CPUs only so far: use --device cpu."
+        )
     report("building the model", 0.1)
-    model = build_meta(text, dtype, config.trust_remote_code)
-    layout = cache_layout(model.config, config.block_size, torch.empty((), dtype=dtype).element_size(), parallel)
+    model, states = build_meta(text, dtype, config.trust_remote_code)
+    element_bytes = torch.empty((), dtype=dtype).element_size()
+    layout = cache_layout(model.config, config.block_size, element_bytes, parallel, states)
     vocab_size = output_rows(model)
     # Tokenizer files are parsed while weights are read.
     with ThreadPoolExecutor(max_workers=1) as pool, torch.no_grad():

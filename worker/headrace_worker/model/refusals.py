@@ -15,14 +15,16 @@ from types import SimpleNamespace
 from typing import Any
 
 from headrace_proto.errors import ModelUnsupportedError
+from headrace_proto.role import Role
+from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.model.config_sizes import config_value, optional_size
 
 # Families whose config.json need not show why they are not served, by the reason.
 _REASONS = {
     "keep recurrent state beside keys and values (Mamba, linear attention or convolutions)": (
         "bailing_hybrid bamba falcon_h1 falcon_mamba inkling2_loop_text inkling2_text inkling_text jamba kimi_linear "
-        "lara_mini lfm3 mamba mamba2 minimax nemotron_h olmo_hybrid qwen3_5_moe_text qwen3_5_text qwen3_next "
-        "qwen4_exp_text recurrent_gemma rwkv xlstm zamba zamba2 zaya"
+        "lara_mini lfm3 mamba mamba2 minimax nemotron_h olmo_hybrid qwen4_exp_text recurrent_gemma rwkv xlstm zamba "
+        "zamba2 zaya"
     ),
     "compute attention in their own code, outside of transformers' attention interface": (
         "big_bird biogpt bloom cpmant falcon git gpt_neo gpt_neox_japanese megatron-bert mpt openai-gpt reformer "
@@ -46,6 +48,8 @@ _ENCODERS = (
     "bert bert-generation camembert data2vec-text electra ernie roberta roberta-prelayernorm roc_bert xlm-roberta "
     "xlm-roberta-xl xmod"
 )
+# They keep recurrent state in their layers of linear attention (Gated DeltaNet).
+RECURRENT = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 _LAYER_TYPES = ("full_attention", "sliding_attention", "attention")  # attention: full_attention in older files
 _CLASSIFIER = re.compile(r"For(Sequence|Token)Classification$|ForQuestionAnswering$|ForMultipleChoice$")
 _PARTS = ("text_config", "vision_config", "audio_config")
@@ -189,11 +193,26 @@ def check_layer_types(config: Any) -> None:
     """Raises ModelUnsupportedError for layers that are not softmax attention over all tokens or a window."""
     kinds = config_value(config, "layer_types")
     for layer, kind in enumerate(kinds if isinstance(kinds, list | tuple) else ()):
-        if kind not in _LAYER_TYPES:
+        if kind not in _LAYER_TYPES and not (kind == "linear_attention" and config.model_type in RECURRENT):
             raise ModelUnsupportedError(
                 f"Layer {layer} of this {config.model_type} model is {str(kind)[:80]!r}: only layers of full or "
                 "sliding softmax attention are served."
             )
+
+
+def check_recurrent(config: Any, replica: ReplicaConfig) -> None:
+    """Refuses what is not done with recurrent state. Raises ModelUnsupportedError."""
+    if config.model_type not in RECURRENT:
+        return
+    if (replica.tp, replica.pp) != (1, 1):
+        raise ModelUnsupportedError(
+            f"{config.model_type} keeps recurrent state, which is not sharded yet: serve it with --tp 1 --pp 1."
+        )
+    if replica.role is not Role.BOTH:
+        raise ModelUnsupportedError(
+            f"{config.model_type} keeps recurrent state, which is not transferred yet: its replicas compute every "
+            "prompt themselves, so leave pools for prefill and decode out."
+        )
 
 
 def attends_both_ways(family: str) -> ModelUnsupportedError:

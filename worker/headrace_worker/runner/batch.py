@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace_kernels.meta import AttentionMeta
+from headrace_kernels.meta import AttentionMeta, StateMeta
 from headrace_worker.core.kv.blocks import NULL_BLOCK
 from headrace_worker.core.plan import Work
 from headrace_worker.device.staging import all_to_device
@@ -22,6 +22,7 @@ class Batch:
     token_rows: Tensor  # [T] int64
     positions: Tensor  # [T] int64
     metas: list[AttentionMeta]  # by cache group
+    states: StateMeta
     sample_index: Tensor  # [R + P] int64: index of each sampled row's last token among the T, then of scored positions
     drawn_rows: Tensor  # [R] int64: rows of the tokens to sample
     drawn_positions: Tensor  # [R] int64
@@ -42,6 +43,7 @@ class HostBatch:
     seq_lens: NDArray[np.int32]  # [S]
     tables: list[NDArray[np.int32]]  # by cache group: [S, M]
     slots: list[NDArray[np.int64]]  # by cache group: [T]
+    state_slots: NDArray[np.int32]  # [2, S]: read, written
     sample_index: NDArray[np.int64]  # [R + P]
     drawn_rows: NDArray[np.int64]  # [R]
     drawn_positions: NDArray[np.int64]  # [R]
@@ -61,15 +63,15 @@ class HostBatch:
             self.scored,
             self.query_starts,
             self.seq_lens,
+            self.state_slots,
             *self.tables,
             *self.slots,
         ]
 
     def over(self, tensors: Sequence[Tensor]) -> Batch:
         """A batch of `arrays` that were copied to the device."""
-        token_rows, positions, sample_index, drawn_rows, drawn_positions, scored, query_starts, seq_lens, *rest = (
-            tensors
-        )
+        token_rows, positions, sample_index, drawn_rows, drawn_positions, scored, *rest = tensors
+        query_starts, seq_lens, state_slots, *rest = rest
         groups = len(self.tables)
         metas = [
             AttentionMeta(query_starts, seq_lens, table, slots, self.max_query_len, self.max_seq_len)
@@ -79,6 +81,7 @@ class HostBatch:
             token_rows,
             positions,
             metas,
+            StateMeta(query_starts, state_slots[0], state_slots[1]),
             sample_index,
             drawn_rows,
             drawn_positions,
@@ -110,6 +113,7 @@ class HostBatch:
             seq_lens=_longer(self.seq_lens, empty, 0),
             tables=tables,
             slots=slots,
+            state_slots=np.concatenate([self.state_slots, np.zeros((2, empty), np.int32)], axis=1),
             sample_index=_longer(self.sample_index, undrawn, 0),
             drawn_rows=_longer(self.drawn_rows, undrawn, 0),
             drawn_positions=_longer(self.drawn_positions, undrawn, 0),
@@ -148,6 +152,9 @@ def flatten_work(work: Sequence[Work], rows: RowState, block_size: int, scores: 
         seq_lens=end.astype(np.int32),
         tables=[table[row, :entries] for table in rows.tables],
         slots=[table[token_rows, entry].astype(np.int64) * block_size + offset for table in rows.tables],
+        state_slots=np.array(
+            [[item.state_read for item in work], [item.state_write for item in work]], np.int32
+        ).reshape(2, size),
         sample_index=np.concatenate([offsets[1:][drawing] - 1, scored]),
         drawn_rows=drawn_rows,
         drawn_positions=drawn_positions,

@@ -17,16 +17,19 @@ from headrace_worker.model.load import LoadedModel
 class KVPools:
     """The keys and values of one rank: its tensors, and the pool of each of its layers."""
 
-    def __init__(self, layout: CacheLayout, num_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, layout: CacheLayout, num_blocks: int, dtype: torch.dtype, device: torch.device, state_slots: int = 1
+    ) -> None:
         """Raises MemoryTooSmallError, ModelUnsupportedError."""
         self.num_blocks = num_blocks
         self.tensors = make_pools(layout, num_blocks, dtype, device)
+        self.states = make_states(layout, state_slots, dtype, device)
         self.layers = bind_layers(layout, self.tensors)
 
     @classmethod
-    def of(cls, model: LoadedModel, num_blocks: int) -> Self:
+    def of(cls, model: LoadedModel, num_blocks: int, state_slots: int = 1) -> Self:
         """The pools of a loaded model. Raises as the constructor does."""
-        return cls(model.layout, num_blocks, model.dtype, model.device.torch_device)
+        return cls(model.layout, num_blocks, model.dtype, model.device.torch_device, state_slots)
 
     def clear(self, blocks: int) -> None:
         """Zeroes the first blocks."""
@@ -48,6 +51,24 @@ def make_pools(layout: CacheLayout, num_blocks: int, dtype: torch.dtype, device:
         needed = num_blocks * layout.block_bytes
         raise MemoryTooSmallError(
             f"The KV cache of {needed / 2**30:.2f} GiB cannot be allocated: give a smaller --kv-cache-memory."
+        ) from error
+
+
+def make_states(
+    layout: CacheLayout, slots: int, dtype: torch.dtype, device: torch.device
+) -> dict[tuple[int, str], Tensor]:
+    """Zeroed states [slots, ...] by layer and kind. Raises MemoryTooSmallError."""
+    try:
+        return {
+            (state.layer, state.kind): _zeros(
+                (slots, *state.shape), dtype if state.kind == "conv" else torch.float32, device
+            )
+            for state in layout.states
+        }
+    except (RuntimeError, OSError) as error:
+        raise MemoryTooSmallError(
+            f"{slots} recurrent states of {layout.slot_bytes / 2**20:.1f} MiB cannot be allocated: give a smaller "
+            "--max-num-seqs."
         ) from error
 
 

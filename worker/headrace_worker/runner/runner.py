@@ -225,7 +225,15 @@ class Runner:
     ) -> Tensor | None:
         """`written` is called with each layer's keys and values; in a replay it is not called."""
         ids = self.rows.gather_tokens(batch.token_rows, batch.positions)
-        context = StepContext(self.pools.layers, batch.metas, self._deterministic, hidden_in, written=written)
+        context = StepContext(
+            self.pools.layers,
+            batch.metas,
+            deterministic=self._deterministic,
+            hidden_in=hidden_in,
+            written=written,
+            states=self.pools.states,
+            state_meta=batch.states,
+        )
         with step_context(context):
             return self._model(ids, batch.positions, batch.sample_index)
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from headrace_proto.block_hash import BlockHasher, CacheScope, pack_tokens
 from headrace_worker.core.kv.blocks import NULL_BLOCK, BlockPool, Content
+from headrace_worker.core.kv.states import RequestState, StateSlots
 from headrace_worker.core.layout import LAYOUT_VERSION, CacheLayout
 from headrace_worker.core.plan import TableUpdate
 
@@ -37,6 +38,7 @@ class BlockTable:
     capacity: int = 0  # positions covered, the same in every group
     published: int = 0  # leading blocks whose contents are published
     unpublished_end: int = 0  # positions to compute before another block can be published
+    state: RequestState = field(default_factory=RequestState)
 
     def held(self) -> list[int]:
         """All blocks held, in table order."""
@@ -57,8 +59,12 @@ class PrefixHit:
 class KVManager:
     """Allocates, shares and publishes blocks. One pool for all groups; no tensors here."""
 
-    def __init__(self, layout: CacheLayout, num_blocks: int, hasher: BlockHasher, scope: ModelScope) -> None:
+    def __init__(
+        self, layout: CacheLayout, num_blocks: int, hasher: BlockHasher, scope: ModelScope, state_slots: int = 0
+    ) -> None:
+        """state_slots: of a model with recurrent layers, slot 0 included."""
         self.pool = BlockPool(num_blocks)
+        self.states = StateSlots(state_slots) if layout.states else None
         self.block_size = layout.block_size
         self.windows = tuple(group.window for group in layout.groups)
         self._hasher = hasher
@@ -98,7 +104,7 @@ class KVManager:
 
     def lookup(self, chain: PrefixChain, limit: int) -> PrefixHit:
         """The longest cached prefix of at most `limit` positions. Acquires no blocks."""
-        most = min(limit // self.block_size, len(chain.packed))
+        most = min(limit // self.block_size, len(chain.packed)) if self.states is None else 0
         found: list[list[int | None]] = []
         for group, window in enumerate(self.windows):
             row: list[int | None] = []
@@ -162,7 +168,7 @@ class KVManager:
     def publish(self, table: BlockTable, chain: PrefixChain, token_ids: Sequence[int], computed: int) -> None:
         """Publishes all full blocks of the first `computed` positions. Their tokens must be known."""
         full = computed // self.block_size
-        if full <= table.published:
+        if full <= table.published or self.states is not None:  # keys and values without a state are of no use
             return
         self.extend_chain(chain, token_ids, full)
         for group, blocks in enumerate(table.tables):
@@ -189,6 +195,8 @@ class KVManager:
         for blocks in table.tables:
             self.pool.release(blocks)
             blocks.clear()
+        if self.states is not None:
+            self.states.release(table.state)
         table.capacity = 0
         table.published = 0
         table.unpublished_end = self.block_size

@@ -1,6 +1,6 @@
 """Memory of the KV cache, and the maximum length of a request. The free memory is passed in."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headrace_proto.errors import MemoryTooSmallError, ModelUnsupportedError
 from headrace_proto.quantities import counted, size_text
@@ -17,8 +17,10 @@ class KvSize:
     """Blocks of the pool, the null block included, and a sentence that explains how they were chosen."""
 
     num_blocks: int
-    num_bytes: int
+    num_bytes: int  # recurrent states included
     note: str
+    max_num_seqs: int  # that have memory for their recurrent states
+    state_slots: int = 1  # slot 0 included
 
     def reduced(self, num_blocks: int, layout: CacheLayout) -> "KvSize":
         """At most `num_blocks`, because another rank has memory for no more."""
@@ -27,7 +29,7 @@ class KvSize:
         tokens = (num_blocks - 1) // len(layout.groups) * layout.block_size
         size = num_blocks * layout.block_bytes
         note = f"KV cache: {size_text(size)} for {tokens:,} tokens, as much as fits on the rank with the least memory."
-        return KvSize(num_blocks, size, note)
+        return replace(self, num_blocks=num_blocks, num_bytes=size, note=note)
 
 
 def size_kv(
@@ -50,8 +52,8 @@ def size_kv(
     """
     available = max(0, free - reserved)
     per_request = len(layout.groups) * -(-max_model_len // layout.block_size)
-    smallest = (per_request + 1) * layout.block_bytes
-    most = (per_request * max_num_seqs + 1) * layout.block_bytes
+    smallest = (per_request + 1) * layout.block_bytes + 2 * layout.slot_bytes
+    most = (per_request * max_num_seqs + 1) * layout.block_bytes + (1 + max_num_seqs) * layout.slot_bytes
     if kv_cache_memory is not None:
         if kv_cache_memory > available:
             raise MemoryTooSmallError(
@@ -75,12 +77,21 @@ def size_kv(
             f"One request of {max_model_len} tokens needs a KV cache of {size_text(smallest)}, but it gets "
             f"{size_text(budget)} ({reason}): use {advice}, or a larger --kv-cache-memory."
         )
+    rows, slots = max_num_seqs, 1
+    if layout.states:  # a block of keys and values of one request, and the state of another, are of the same use
+        rows = max(1, min(max_num_seqs, (budget // 2) // layout.slot_bytes - 1))
+        slots = 1 + rows
+        budget = max(budget - slots * layout.slot_bytes, (per_request + 1) * layout.block_bytes)
+        states = f"{slots} recurrent states of {size_text(layout.slot_bytes)} beside it"
+        reason += f"; {states}" + (f", so that {counted(rows, 'request')} run at once" if rows < max_num_seqs else "")
     blocks = budget // layout.block_bytes
     tokens = (blocks - 1) // len(layout.groups) * layout.block_size
     return KvSize(
         num_blocks=blocks,
-        num_bytes=blocks * layout.block_bytes,
+        num_bytes=blocks * layout.block_bytes + (slots * layout.slot_bytes if layout.states else 0),
         note=f"KV cache: {size_text(blocks * layout.block_bytes)} for {tokens:,} tokens, {reason}.",
+        max_num_seqs=rows,
+        state_slots=slots,
     )
 
 

@@ -43,7 +43,7 @@ def apply(model: PreTrainedModel, plan: SurgeryPlan) -> list[str]:
 
     def window_of(module: nn.Module) -> int:
         layer = getattr(module, "layer_idx", getattr(getattr(module, "self_attn", None), "layer_idx", None))
-        return windows[int(layer or 0)]
+        return windows[int(layer or 0)] or 0
 
     pieces: list[tuple[bool, str, Callable[[nn.Module], nn.Module | None]]] = [
         (plan.norms, "norms", fuse_norm),

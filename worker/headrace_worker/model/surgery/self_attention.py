@@ -67,6 +67,8 @@ def fuse_attention(module: nn.Module, window: int, verify: bool) -> FusedAttenti
     assert isinstance(out, nn.Linear) and isinstance(first, nn.Linear)
     rows = sum(linear.out_features for linear in linears if isinstance(linear, nn.Linear)) - out.out_features
     heads = out.in_features // head_dim
+    if "q_proj" in names and module.get_submodule("q_proj").out_features != out.in_features:
+        return None  # a gate comes with its queries
     kv_heads = (rows // head_dim - heads) // 2
     if kv_heads < 1 or (heads + 2 * kv_heads) * head_dim != rows or heads * head_dim != out.in_features:
         return None
