@@ -43,9 +43,33 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+# Sizes fill whole vectors: torch's activations differ in their last bits between the body and the rest of a row.
+_DELTA_RULE: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "head_dim": 16,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+}
+_FOUR_EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25, "mrope_section": [1, 1, 0]}
+RECURRENT: dict[str, dict[str, Any]] = {
+    "qwen3_next": {**_DELTA_RULE, **_FOUR_EXPERTS},
+    "qwen3_5_text": {**_DELTA_RULE, "rope_parameters": _ROPE},
+    "qwen3_5_moe_text": {**_DELTA_RULE, **_FOUR_EXPERTS, "rope_parameters": _ROPE},
+}
+
+
 def save_tiny(family: str, folder: Path) -> Path:
     """Saves a tiny random model of a family."""
-    return save_random({"model_type": family} | TINY | FAMILIES[family], folder)
+    return save_random({"model_type": family} | TINY | {**FAMILIES, **RECURRENT}[family], folder)
 
 
 def save_random(options: dict[str, Any], folder: Path) -> Path:

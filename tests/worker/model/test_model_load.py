@@ -95,7 +95,7 @@ def test_unsupported_models_are_refused_by_name(fields: dict[str, Any], sentence
         load(replica_config(folder, load_format="dummy"))
 
 
-@pytest.mark.parametrize("kind", ["rwkv", "recurrent_gemma", "jamba", "bamba", "qwen3_next", "falcon_mamba"])
+@pytest.mark.parametrize("kind", ["rwkv", "recurrent_gemma", "jamba", "bamba", "falcon_mamba"])
 def test_recurrent_families_are_refused(kind: str) -> None:
     with pytest.raises(ModelUnsupportedError, match=r"attention|decoder"):
         build_meta(AutoConfig.for_model(kind), torch.float32)

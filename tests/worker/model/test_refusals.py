@@ -50,7 +50,7 @@ def folder(path: Path, **fields: Any) -> Path:
     [
         (LLAMA | {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}, "quantized .fp8."),
         (LLAMA | {"quantization_config": {"quant_method": "awq", "bits": 4}}, "quantized .awq."),
-        (outer("qwen3_5", "qwen3_5_text"), "family qwen3_5_text are not served: they keep recurrent state"),
+        (outer("nemotron_h_omni", "nemotron_h"), "nemotron_h are not served: they keep recurrent state"),
         (outer("llama4", "llama4_text"), "family llama4_text are not served: they attend within chunks of tokens"),
         (
             outer("gemma4", "gemma4_text", head_dim=256, global_head_dim=512),
@@ -81,7 +81,7 @@ def folder(path: Path, **fields: Any) -> Path:
         ({"model_type": "own", "auto_map": OWN_CODE}, "own Python code .* not run: pass --trust-remote-code"),
         (LLAMA | {"layer_types": ["full_attention", "mamba", "mamba"]}, "Layer 1 of this llama model is 'mamba'"),
         ({"model_type": "mamba2"}, "family mamba2 are not served: they keep recurrent state"),
-        ({"model_type": "qwen3_next"}, "family qwen3_next are not served: they keep recurrent state"),
+        ({"model_type": "nemotron_h"}, "family nemotron_h are not served: they keep recurrent state"),
         ({"model_type": "falcon"}, "family falcon are not served: they compute attention in their own code"),
         ({"model_type": "gpt_neo"}, "family gpt_neo are not served: they compute attention in their own code"),
         ({"model_type": "gemma4_text"}, "family gemma4_text are not served: they have sizes per layer"),

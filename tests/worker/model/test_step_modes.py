@@ -16,7 +16,7 @@ from support.worker.step_modes import MODES, OPTIONS, engine_in, same
 
 __all__ = ["engine_in"]
 
-FAMILIES = ("llama", "gemma2", "mistral")
+FAMILIES = ("llama", "gemma2", "mistral", "qwen3_5_text")
 
 
 def workload(count: int = 40, seed: int = 0) -> list[Prompt]:
