@@ -15,11 +15,11 @@ def _meta(lengths: list[int], reads: list[int], writes: list[int]) -> StateMeta:
     return StateMeta(*(torch.as_tensor(values).to(torch.int32) for values in (starts, reads, writes)))
 
 
-def _inputs(tokens: int, by_channel: bool = False) -> list[torch.Tensor]:
+def _inputs(tokens: int, by_channel: bool = False) -> tuple[torch.Tensor, ...]:
     """Query, key, value, decay and beta."""
     shapes = [(tokens, K, D), (tokens, K, D), (tokens, H, E), (tokens, H, D) if by_channel else (tokens, H)]
     query, key, value, decay = (torch.randn(shape) for shape in shapes)
-    return [query, key, value, -decay.abs() / 4, torch.rand(tokens, H)]
+    return query, key, value, -decay.abs() / 4, torch.rand(tokens, H)
 
 
 def test_the_delta_rule_is_that_of_transformers() -> None:
@@ -54,7 +54,8 @@ def test_a_state_continues_whatever_the_pieces_and_the_batch_are(by_channel: boo
     inputs = _inputs(13, by_channel)
     x, weight = torch.randn(13, C), torch.randn(C, W)
     whole, rows = torch.zeros(2, H, D, E), torch.zeros(2, W - 1, C)
-    expected = ops.delta_rule(*inputs, whole, _meta([13], [0], [1]))
+    query, key, value, decay, beta = inputs
+    expected = ops.delta_rule(query, key, value, decay, beta, whole, _meta([13], [0], [1]))
     conv = ops.causal_conv(x, weight, rows, _meta([13], [0], [1]), None, True)
     pool, states = torch.zeros(8, W - 1, C), torch.zeros(8, H, D, E)
     start, read = 0, 0
@@ -62,8 +63,8 @@ def test_a_state_continues_whatever_the_pieces_and_the_batch_are(by_channel: boo
         part = slice(start, start + count)
         beside = _inputs(4, by_channel)
         meta = _meta([4, count, 0], [0, read, 0], [7, write, 0])
-        joined = [torch.cat([other, own[part]]) for other, own in zip(beside, inputs, strict=True)]
-        assert torch.equal(ops.delta_rule(*joined, states, meta)[4:], expected[part])
+        query, key, value, decay, beta = (torch.cat([a, b[part]]) for a, b in zip(beside, inputs, strict=True))
+        assert torch.equal(ops.delta_rule(query, key, value, decay, beta, states, meta)[4:], expected[part])
         other = torch.cat([torch.randn(4, C), x[part]])
         assert torch.equal(ops.causal_conv(other, weight, pool, meta, None, True)[4:], conv[part])
         start, read = start + count, write
