@@ -74,14 +74,15 @@ def sharded(load_ranks: Callable[..., list[list[LoadedModel]]]) -> Callable[...,
         source: object, tp: int = 1, pp: int = 1, *, num_blocks: int = 400, budget: int = 48, **options: Any
     ) -> ShardedReplica:
         models = load_ranks(source, tp, pp, **options)
+        slots = 17 if any(model.layout.states for stage in models for model in stage) else 1
         runners = [
-            [Runner(model, KVPools.of(model, num_blocks), max_rows=16, max_len=128) for model in stage]
+            [Runner(model, KVPools.of(model, num_blocks, slots), max_rows=16, max_len=128) for model in stage]
             for stage in models
         ]
         first = models[0][0]
         limits = SchedulerLimits(16, budget, 1000)
         hasher = BlockHasher(derive_key(b"s"))
-        kv = KVManager(first.layout, num_blocks, hasher, ModelScope("m", "r", "float32", "float32"))
+        kv = KVManager(first.layout, num_blocks, hasher, ModelScope("m", "r", "float32", "float32"), slots)
         engine = Engine(Scheduler(limits, kv, time.monotonic), ThreadedRunner(runners), time.monotonic)
         offline = OfflineEngine(Assembly(engine, first, runners[0][0], None, kv, None, limits, 128, CommandQueue()))  # type: ignore[arg-type]
         return ShardedReplica(models, runners, offline)

@@ -112,7 +112,9 @@ def assemble_part(
         free=(free := model.device.free_memory()) // sharers,
     )
     if team is not None:
-        size = size.reduced(min(team.gather_all(size.num_blocks)), model.layout)
+        slots = [number for number in team.gather_all(size.state_slots) if number > 1]  # some ranks may keep no state
+        blocks, rows = (min(team.gather_all(number)) for number in (size.num_blocks, size.max_num_seqs))
+        size = size.reduced(blocks, rows, min(slots, default=1), model.layout)
     notes = []
     if model.device.asynchronous:
         notes.append(memory.note(model.weight_bytes, size.num_bytes, free))

@@ -7,8 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from headrace_proto.errors import HeadraceError, ModelLoadError, ModelUnsupportedError
-from headrace_worker.core.layout import StateSpec
-from headrace_worker.model import attention, recurrent
+from headrace_worker.model import attention
 from headrace_worker.model.cache_layout import layer_windows
 from headrace_worker.model.gguf_config import gguf_config
 from headrace_worker.model.gguf_file import GgufFile
@@ -66,13 +65,8 @@ def _check_interface(family: Any) -> None:
         )
 
 
-def build_meta(
-    config: Any, dtype: torch.dtype, trust_remote_code: bool = False
-) -> tuple[PreTrainedModel, tuple[StateSpec, ...]]:
-    """The model class of `config`, built without memory, and the states of its recurrent layers.
-
-    Parameters and buffers are on meta.
-    """
+def build_meta(config: Any, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The model class of `config`, built without memory: parameters and buffers are on meta."""
     check_supported(config)
     attention.register()
     try:
@@ -89,12 +83,11 @@ def build_meta(
         reason = (str(error).strip().split("\n")[0] or type(error).__name__)[:200]
         reason = f"{reason} is missing" if isinstance(error, KeyError) else reason
         raise ModelLoadError(f"The {config.model_type} config does not define a valid model: {reason}") from error
-    states = recurrent.redirect(model, config.layer_types) if config.model_type in RECURRENT else ()
     _check_interface(type(model))
     if any(hasattr(part, "layer_idx") and getattr(part, "is_causal", True) is False for part in model.modules()):
         raise attends_both_ways(config.model_type)
     model.config.use_cache = False
-    return model.eval(), states
+    return model.eval()
 
 
 def output_rows(model: PreTrainedModel) -> int:

@@ -16,7 +16,7 @@ from headrace_worker.core.layout import CacheLayout
 from headrace_worker.core.progress import Progress, ignore_progress
 from headrace_worker.device.choice import choose_dtype, open_device
 from headrace_worker.device.rank_device import RankDevice
-from headrace_worker.model import buffers, surgery
+from headrace_worker.model import buffers, recurrent, surgery
 from headrace_worker.model.build import build_meta, output_rows, read_config
 from headrace_worker.model.cache_layout import cache_layout
 from headrace_worker.model.converted import converted
@@ -90,9 +90,7 @@ def load(
             f"{text.model_type} keeps recurrent state, which is computed on CPUs only so far: use --device cpu."
         )
     report("building the model", 0.1)
-    model, states = build_meta(text, dtype, config.trust_remote_code)
-    element_bytes = torch.empty((), dtype=dtype).element_size()
-    layout = cache_layout(model.config, config.block_size, element_bytes, parallel, states)
+    model = build_meta(text, dtype, config.trust_remote_code)
     vocab_size = output_rows(model)
     # Tokenizer files are parsed while weights are read.
     with ThreadPoolExecutor(max_workers=1) as pool, torch.no_grad():
@@ -101,6 +99,8 @@ def load(
         )
         buffers.compute_buffers(model, place)
         sharding = shard(model, parallel, place)
+        states = recurrent.redirect(model, parallel) if text.model_type in RECURRENT else ()
+        layout = cache_layout(model.config, config.block_size, dtype.itemsize, parallel, states)
         names = TextNames(hf_config, model) if hf_config is not text and source.weights else None
         weights = open_weights(source, model, sharding, gguf, names)
         bf16 = config.cpu_arithmetic == "bf16"

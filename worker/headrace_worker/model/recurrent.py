@@ -11,12 +11,15 @@ from types import FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 import headrace_kernels.ops as ops
 from headrace_kernels.meta import StateMeta
 from headrace_proto.errors import ModelUnsupportedError
+from headrace_worker.comm.parallel_context import SINGLE, ParallelContext
 from headrace_worker.core.layout import StateSpec
 from headrace_worker.model.attention import StepContextError, current_step
+from headrace_worker.model.sharding.places import stage_layers
 
 _ACTIVATIONS = (None, "silu", "swish")
 
@@ -56,11 +59,13 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-def redirect(model: nn.Module, kinds: list[str]) -> tuple[StateSpec, ...]:
-    """Redirects all layers with recurrent state; returns what they keep. kinds: `layer_types` of the config.
+def redirect(model: PreTrainedModel, parallel: ParallelContext = SINGLE) -> tuple[StateSpec, ...]:
+    """Redirects all layers with recurrent state; returns what they keep. model: a rank's part, sharded.
 
-    Raises ModelUnsupportedError unless each such layer of the config is found.
+    Raises ModelUnsupportedError unless each such layer of the rank's stage is found, by `layer_types` of the config.
     """
+    config: Any = model.config
+    kinds: list[str] = config.layer_types
     specs: list[StateSpec] = []
     found: set[int] = set()
     for module in model.modules():
@@ -72,7 +77,8 @@ def redirect(model: nn.Module, kinds: list[str]) -> tuple[StateSpec, ...]:
             _redirect(module, forward, names, layer)
             specs += _specs(module, layer)
             found.add(layer)
-    wanted = {layer for layer, kind in enumerate(kinds) if kind == "linear_attention"}
+    own = range(*stage_layers(len(kinds), parallel.pp_size)[parallel.pp_rank])
+    wanted = {layer for layer in own if kinds[layer] == "linear_attention"}
     if found != wanted:
         raise ModelUnsupportedError(
             f"{type(model).__name__} keeps recurrent state of a kind that is not served (layer "

@@ -204,10 +204,6 @@ def check_recurrent(config: Any, replica: ReplicaConfig) -> None:
     """Refuses what is not done with recurrent state. Raises ModelUnsupportedError."""
     if config.model_type not in RECURRENT:
         return
-    if (replica.tp, replica.pp) != (1, 1):
-        raise ModelUnsupportedError(
-            f"{config.model_type} keeps recurrent state, which is not sharded yet: serve it with --tp 1 --pp 1."
-        )
     if replica.role is not Role.BOTH:
         raise ModelUnsupportedError(
             f"{config.model_type} keeps recurrent state, which is not transferred yet: its replicas compute every "

@@ -60,11 +60,11 @@ class KVManager:
     """Allocates, shares and publishes blocks. One pool for all groups; no tensors here."""
 
     def __init__(
-        self, layout: CacheLayout, num_blocks: int, hasher: BlockHasher, scope: ModelScope, state_slots: int = 0
+        self, layout: CacheLayout, num_blocks: int, hasher: BlockHasher, scope: ModelScope, state_slots: int = 1
     ) -> None:
-        """state_slots: of a model with recurrent layers, slot 0 included."""
+        """state_slots: slot 0 included; 1 for a model without recurrent layers."""
         self.pool = BlockPool(num_blocks)
-        self.states = StateSlots(state_slots) if layout.states else None
+        self.states = StateSlots(state_slots) if state_slots > 1 else None
         self.block_size = layout.block_size
         self.windows = tuple(group.window for group in layout.groups)
         self._hasher = hasher

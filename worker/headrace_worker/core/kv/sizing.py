@@ -20,16 +20,25 @@ class KvSize:
     num_bytes: int  # recurrent states included
     note: str
     max_num_seqs: int  # that have memory for their recurrent states
-    state_slots: int = 1  # slot 0 included
+    state_slots: int = 1  # slot 0 included; 1 on a rank without recurrent layers until all ranks agree
 
-    def reduced(self, num_blocks: int, layout: CacheLayout) -> "KvSize":
-        """At most `num_blocks`, because another rank has memory for no more."""
-        if num_blocks >= self.num_blocks:
+    def reduced(self, num_blocks: int, max_num_seqs: int, state_slots: int, layout: CacheLayout) -> "KvSize":
+        """At most these numbers, because another rank has memory for no more."""
+        size = replace(
+            self,
+            num_blocks=min(num_blocks, self.num_blocks),
+            max_num_seqs=min(max_num_seqs, self.max_num_seqs),
+            state_slots=state_slots,
+        )
+        if size == self:
             return self
-        tokens = (num_blocks - 1) // len(layout.groups) * layout.block_size
-        size = num_blocks * layout.block_bytes
-        note = f"KV cache: {size_text(size)} for {tokens:,} tokens, as much as fits on the rank with the least memory."
-        return replace(self, num_blocks=num_blocks, num_bytes=size, note=note)
+        cache, states = size.num_blocks * layout.block_bytes, size.state_slots * layout.slot_bytes
+        beside = f" and {size.state_slots} recurrent states" if state_slots > 1 else ""
+        note = (
+            f"KV cache: {size_text(cache)} for {_tokens(size.num_blocks, layout):,} tokens{beside}, as much as fits on "
+            "the rank with the least memory."
+        )
+        return replace(size, num_bytes=cache + states, note=note)
 
 
 def size_kv(
@@ -71,7 +80,7 @@ def size_kv(
         if most < budget:
             budget, reason = most, f"enough for {counted(max_num_seqs, 'request')} of {max_model_len} tokens"
     if budget < smallest:
-        tokens = max(0, budget // layout.block_bytes - 1) // len(layout.groups) * layout.block_size
+        tokens = max(0, _tokens(budget // layout.block_bytes, layout)) if layout.block_bytes else 0
         advice = f"--max-model-len {tokens}" if tokens else "a machine with more memory"
         raise MemoryTooSmallError(
             f"One request of {max_model_len} tokens needs a KV cache of {size_text(smallest)}, but it gets "
@@ -84,15 +93,20 @@ def size_kv(
         budget = max(budget - slots * layout.slot_bytes, (per_request + 1) * layout.block_bytes)
         states = f"{slots} recurrent states of {size_text(layout.slot_bytes)} beside it"
         reason += f"; {states}" + (f", so that {counted(rows, 'request')} run at once" if rows < max_num_seqs else "")
-    blocks = budget // layout.block_bytes
-    tokens = (blocks - 1) // len(layout.groups) * layout.block_size
+    # A pipeline stage without attention holds any number: as many as all requests can fill.
+    blocks = budget // layout.block_bytes if layout.block_bytes else per_request * rows + 1
     return KvSize(
         num_blocks=blocks,
-        num_bytes=blocks * layout.block_bytes + (slots * layout.slot_bytes if layout.states else 0),
-        note=f"KV cache: {size_text(blocks * layout.block_bytes)} for {tokens:,} tokens, {reason}.",
+        num_bytes=blocks * layout.block_bytes + slots * layout.slot_bytes,
+        note=f"KV cache: {size_text(blocks * layout.block_bytes)} for {_tokens(blocks, layout):,} tokens, {reason}.",
         max_num_seqs=rows,
         state_slots=slots,
     )
+
+
+def _tokens(blocks: int, layout: CacheLayout) -> int:
+    """That so many blocks hold, the null block included."""
+    return (blocks - 1) // len(layout.groups) * layout.block_size
 
 
 def gpu_headroom(total: int) -> int:

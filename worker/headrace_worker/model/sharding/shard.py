@@ -21,6 +21,7 @@ from headrace_worker.model.sharding import strings
 from headrace_worker.model.sharding.cuts import Cut, Cuts, ceiling, cut_shape, even, kv_heads, query_heads, scaled
 from headrace_worker.model.sharding.modules import Reduced, ShardedExperts, VocabEmbedding, VocabHead
 from headrace_worker.model.sharding.places import kv_count
+from headrace_worker.model.sharding.recurrent import is_recurrent, recurrent_rule, section_spans
 from headrace_worker.model.sharding.stages import replace_other_stages
 
 
@@ -75,18 +76,26 @@ class _Cutter:
     def run(self) -> None:
         base = next(name for name, module in self._model.named_modules() if module is self._model.base_model)
         prefix = f"{base}." if base else ""
+        recurrent: list[str] = []  # prefixes of names: transformers' plans compute these layers whole on every rank
         for name, module in list(self._model.named_modules()):
+            if name.startswith(tuple(recurrent)):
+                continue
             relative = name.removeprefix(prefix)
+            kind = self._strings.kind(relative)
+            if is_recurrent(module):
+                self._cut_recurrent(name, module)
+                recurrent.append(f"{name}.")
+                continue
             if _is_experts(module):
-                self._cut_experts(name, module, self._strings.kind(relative))
+                self._cut_experts(name, module, kind)
             elif isinstance(module, nn.Linear):
-                self._cut_linear(name, module, self._strings.kind(relative))
+                self._cut_linear(name, module, kind)
                 continue
             for leaf in module._parameters:
                 if self._strings.kind(f"{relative}.{leaf}") == strings.PER_HEAD:
                     self._cut(name, module, leaf, Cut(0, (self._heads,)))
         for name, module in self._model.named_modules():
-            if _is_attention(name, module):
+            if _is_attention(name, module) and not is_recurrent(module):
                 self._localise_attention(name, module)
         self._cut_vocabulary()
 
@@ -98,20 +107,42 @@ class _Cutter:
         self._sharding.cuts[f"{name}.{leaf}"] = cuts
 
     def _cut_linear(self, name: str, linear: nn.Linear, kind: str) -> None:
-        if kind == strings.WHOLE:
-            return
         if kind == strings.ROWWISE:
-            self._cut(name, linear, "weight", Cut(1, (self._inputs(name, linear),)))
-            linear.in_features = linear.weight.shape[1]
-            if self._rank:  # the bias is added once
-                linear.register_parameter("bias", None)
-            self._sharding.link(name, lambda inner: Reduced(inner, self._tp))
-            return
-        cut = Cut(0, self._outputs(name, linear, kind))
+            self._cut_inputs(name, linear, (self._inputs(name, linear),))
+        elif kind != strings.WHOLE:
+            self._cut_outputs(name, linear, self._outputs(name, linear, kind))
+
+    def _cut_inputs(self, name: str, linear: nn.Linear, spans: tuple[Span, ...]) -> None:
+        cut = Cut(1, spans)
         self._cut(name, linear, "weight", cut)
-        if linear.bias is not None:
-            self._cut(name, linear, "bias", cut)
-        linear.out_features = cut.size
+        linear.in_features = cut.size
+        if self._rank:  # the bias is added once
+            linear.register_parameter("bias", None)
+        self._sharding.link(name, lambda inner: Reduced(inner, self._tp))
+
+    def _cut_outputs(self, name: str, module: nn.Linear | nn.Conv1d, spans: tuple[Span, ...]) -> None:
+        cut = Cut(0, spans)
+        self._cut(name, module, "weight", cut)
+        if module.bias is not None:
+            self._cut(name, module, "bias", cut)
+        if isinstance(module, nn.Linear):
+            module.out_features = cut.size
+        else:  # depthwise
+            module.in_channels = module.out_channels = module.groups = cut.size
+
+    def _cut_recurrent(self, name: str, layer: nn.Module) -> None:
+        rule = recurrent_rule(layer, self._model.config.model_type)
+        even(rule.units, self._rank, self._ranks, rule.unit)
+        for leaf, sections in (rule.parts | rule.inputs).items():
+            part, spans = getattr(layer, leaf, None), section_spans(sections, self._rank, self._ranks)
+            if isinstance(part, nn.Linear) and leaf in rule.inputs:
+                self._cut_inputs(f"{name}.{leaf}", part, spans)
+            elif isinstance(part, nn.Linear | nn.Conv1d):
+                self._cut_outputs(f"{name}.{leaf}", part, spans)
+            elif isinstance(part, nn.Parameter):
+                self._cut(name, layer, leaf, Cut(0, spans))
+            elif part is not None:
+                setattr(layer, leaf, Cut(0, spans).size)
 
     def _outputs(self, name: str, linear: nn.Linear, kind: str) -> tuple[Span, ...]:
         heads, kv = self._counts

@@ -48,25 +48,31 @@ class ShardStrings:
     """How each module or parameter of the base model is split, by name."""
 
     def __init__(self, config: Any) -> None:
-        """Raises ModelUnsupportedError for a family without a plan, or with an unknown kind in its plan."""
+        """Raises ModelUnsupportedError for a family without a plan."""
         family = config.model_type
         plan = {**(getattr(config, "base_model_tp_plan", None) or {}), **_OVERRIDES.get(family, {})}
         if not plan:
             raise ModelUnsupportedError(
                 f"{family} has no tensor-parallel plan, in transformers or here: serve it with --tp 1."
             )
-        unknown = {pattern: kind for pattern, kind in plan.items() if kind not in _KNOWN}
-        if unknown:
-            pattern, kind = next(iter(unknown.items()))
-            raise ModelUnsupportedError(
-                f"The tensor-parallel plan of {family} splits {pattern} as {kind!r}, which is not supported: "
-                "serve it with --tp 1."
-            )
-        self._rules = [(_compile(pattern), _KNOWN[kind]) for pattern, kind in plan.items()]
+        self._family = family
+        self._rules = [(_compile(pattern), pattern, kind) for pattern, kind in plan.items()]
 
     def kind(self, name: str) -> str:
-        """How `name` (relative to the base model) is split; WHOLE when the plan does not name it."""
-        return next((kind for pattern, kind in self._rules if pattern.fullmatch(name)), WHOLE)
+        """How `name` (relative to the base model) is split; WHOLE when the plan does not name it.
+
+        Raises ModelUnsupportedError when the plan splits it in an unknown way.
+        """
+        for expression, pattern, kind in self._rules:
+            if not expression.fullmatch(name):
+                continue
+            if kind not in _KNOWN:
+                raise ModelUnsupportedError(
+                    f"The tensor-parallel plan of {self._family} splits {pattern} as {kind!r}, which is not supported: "
+                    "serve it with --tp 1."
+                )
+            return _KNOWN[kind]
+        return WHOLE
 
 
 def _compile(pattern: str) -> re.Pattern[str]:
