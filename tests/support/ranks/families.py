@@ -18,6 +18,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 32, **_EXPERTS},
 }
 MOE = ("gpt_oss", "mixtral", "qwen3_moe")
+# With Gated DeltaNet in three of four layers: with four layers and two stages the first stage has no attention.
+_DELTA_RULE = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+}
+RECURRENT: dict[str, dict[str, Any]] = {
+    family: tiny_models.RECURRENT[family] | _DELTA_RULE | changes
+    for family, changes in {
+        "qwen3_next": {},
+        "qwen3_5_text": {"num_hidden_layers": 8},
+        "qwen3_5_moe_text": {"linear_num_key_heads": 2},
+    }.items()
+}
 # With activations that depend on all of a layer's, and two layers that attend to keys and values of earlier ones.
 GEMMA3N: dict[str, Any] = {
     "num_hidden_layers": 6,
@@ -61,7 +78,7 @@ def tiny_options(family: str) -> dict[str, Any]:
     if family in WITH_IMAGES:
         text, others = WITH_IMAGES[family]
         return {"model_type": family, "text_config": TINY | text} | others
-    return {"model_type": family} | TINY | (GEMMA3N if family == "gemma3n_text" else FAMILIES.get(family, {}))
+    return {"model_type": family} | TINY | (GEMMA3N if family == "gemma3n_text" else {**FAMILIES, **RECURRENT}.get(family, {}))
 
 
 SMALL: dict[str, Any] = {

@@ -24,7 +24,7 @@ from headrace_worker.model.surgery import SurgeryPlan
 from headrace_worker.offline import Completion, OfflineEngine, Prompt
 from headrace_worker.runner import Runner
 from headrace_worker.runner.pools import KVPools
-from support.ranks.families import FAMILIES, LLAMA_BLOCK_BYTES, SMALL, SMALL_POOL_BLOCKS, tiny_options
+from support.ranks.families import FAMILIES, LLAMA_BLOCK_BYTES, RECURRENT, SMALL, SMALL_POOL_BLOCKS, tiny_options
 from support.ranks.process_ranks import ForkServer, ProcessReplica, RankGroup
 from support.ranks.router_client import RouterClient
 from support.ranks.thread_ranks import ShardedReplica, ThreadCommunicator, ThreadedRunner, ThreadGroup
@@ -141,7 +141,7 @@ def check_oracle(plain_model: Callable[[object], Any]) -> Callable[..., None]:
 
 @pytest.fixture(scope="session")
 def fork_server() -> Iterator[ForkServer]:
-    made = ForkServer({options.get("model_type", name) for name, options in FAMILIES.items()})
+    made = ForkServer({options.get("model_type", name) for name, options in FAMILIES.items()} | RECURRENT.keys())
     yield made
     made.close()
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from support.ranks.families import FAMILIES, MOE
+from support.ranks.families import FAMILIES, MOE, RECURRENT
 from support.ranks.workloads import prompts
 
 SPLITS = ((2, 1), (4, 1), (1, 2), (2, 2), (4, 2))
@@ -16,7 +16,12 @@ SPLITS = ((2, 1), (4, 1), (1, 2), (2, 2), (4, 2))
 # A checkpoint with images, of which each rank reads its part of the language model; an MLP that is not split.
 @pytest.mark.parametrize(
     ("family", "tp", "pp"),
-    [*((family, *split) for family in FAMILIES for split in SPLITS), ("gemma3", 2, 2), ("gemma3n_text", 2, 1)],
+    [
+        *((family, *split) for family in FAMILIES for split in SPLITS),
+        *((family, *split) for family in RECURRENT for split in ((2, 1), (1, 2), (2, 2))),
+        ("gemma3", 2, 2),
+        ("gemma3n_text", 2, 1),
+    ],
 )
 def test_tokens_between_processes(
     family: str,
@@ -34,8 +39,10 @@ def test_tokens_between_processes(
         check_oracle(folder, mixed, replica.run(mixed, 6))
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (4, 1), (2, 2)])
-@pytest.mark.parametrize("family", MOE)
+@pytest.mark.parametrize(
+    ("family", "tp", "pp"),
+    [*((family, *split) for family in MOE for split in ((2, 1), (4, 1), (2, 2))), ("qwen3_next", 2, 2)],
+)
 def test_whole_experts_per_process(
     family: str,
     tp: int,
@@ -48,6 +55,25 @@ def test_whole_experts_per_process(
     with process_replica(folder, tp, pp, ep=True) as replica:
         mixed = prompts(6, seed=2)
         check_oracle(folder, mixed, replica.run(mixed, 6))
+
+
+@pytest.mark.parametrize("kinds", [("full", "linear"), ("linear", "full")])
+def test_ranks_agree_on_the_number_of_states(
+    kinds: tuple[str, ...],
+    save_tiny: Callable[..., Path],
+    process_replica: Callable[..., Any],
+    load_ranks: Callable[..., Any],
+    check_oracle: Callable[..., None],
+) -> None:
+    """A stage may have no recurrent layers, or only such: the rank with the least memory limits the requests."""
+    layer_types = [f"{kind}_attention" for kind in kinds]
+    folder = save_tiny("qwen3_5_text", layer_types=layer_types, num_hidden_layers=len(kinds))
+    slot = max(rank.layout.slot_bytes for (rank,) in load_ranks(folder, 1, 2))
+    with process_replica(folder, 1, 2, kv_cache_memory=2 * 4 * slot) as replica:
+        mixed = prompts(6)
+        check_oracle(folder, mixed, replica.run(mixed, 6))
+        size = replica.offline.assembly.size
+        assert (size.max_num_seqs, size.state_slots) == (3, 4) and "4 recurrent states" in size.note
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (3, 1), (1, 2), (2, 2)])

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from support.ranks.families import FAMILIES, WITH_IMAGES
+from support.ranks.families import FAMILIES, RECURRENT, WITH_IMAGES
 from support.ranks.workloads import prompts
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *WITH_IMAGES, "gemma3n_text"])
+@pytest.mark.parametrize("family", [*FAMILIES, *RECURRENT, *WITH_IMAGES, "gemma3n_text"])
 def test_tokens_of_one_rank(
     family: str,
     save_tiny: Callable[..., Path],
@@ -51,6 +51,17 @@ def test_tokens_after_preemption_and_from_a_cached_prefix(
     completions = replica.run(again, 6)
     assert all(completion.cached_tokens > 0 for completion in completions)
     check_oracle(folder, again, completions)
+
+
+def test_recurrent_states_after_preemption(
+    save_tiny: Callable[..., Path], sharded: Callable[..., Any], check_oracle: Callable[..., None]
+) -> None:
+    folder = save_tiny("qwen3_next")
+    replica = sharded(folder, 2, 2, num_blocks=27, budget=12)
+    short = [prompt[:2] for prompt in prompts(8, seed=4)]
+    completions = replica.run(short, 40)
+    assert sum(completion.preemptions for completion in completions) > 0
+    check_oracle(folder, short, completions)
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2)])
