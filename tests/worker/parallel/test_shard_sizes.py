@@ -33,7 +33,8 @@ SPLITS = ((2, 1, False), (4, 1, False), (1, 2, False), (2, 2, False))
 @pytest.mark.parametrize(
     ("family", "tp", "pp", "ep"),
     [(family, *split) for family in ("llama", "qwen3", "mixtral") for split in SPLITS]
-    + [("mixtral", 2, 1, True), ("mixtral", 2, 2, True)],
+    + [("mixtral", 2, 1, True), ("mixtral", 2, 2, True)]
+    + [("qwen3_next", 4, 1, False), ("qwen3_5_text", 2, 1, False), ("qwen3_5_text", 4, 2, False)],
 )
 def test_each_rank_holds_and_reads_its_share(
     family: str,
@@ -43,7 +44,8 @@ def test_each_rank_holds_and_reads_its_share(
     save_tiny: Callable[..., Path],
     load_ranks: Callable[..., Any],
 ) -> None:
-    folder = save_tiny(family, **WIDE, num_key_value_heads=4, tie_word_embeddings=False)
+    sizes = WIDE | {"num_hidden_layers": 8 if family == "qwen3_5_text" else 4}  # stages of equal layers
+    folder = save_tiny(family, **sizes, num_key_value_heads=4, tie_word_embeddings=False)
     (whole,), *_ = load_ranks(folder, 1, 1, plan=SurgeryPlan.none())
     assert whole.weight_bytes == whole.read_bytes == held(whole.module)
     assert 0.95 < whole.read_bytes / file_bytes(folder) <= 1
@@ -55,6 +57,7 @@ def test_each_rank_holds_and_reads_its_share(
         assert held(rank.module) == rank.weight_bytes
         assert rank.read_bytes == rank.weight_bytes
         assert rank.layout.block_bytes * tp * pp == whole.layout.block_bytes
+        assert rank.layout.slot_bytes * tp * pp == whole.layout.slot_bytes
     replicated = sum(rank.weight_bytes for rank in ranks) - whole.weight_bytes
     assert 0 <= replicated < 0.06 * whole.weight_bytes
 
