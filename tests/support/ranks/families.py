@@ -78,7 +78,8 @@ def tiny_options(family: str) -> dict[str, Any]:
     if family in WITH_IMAGES:
         text, others = WITH_IMAGES[family]
         return {"model_type": family, "text_config": TINY | text} | others
-    return {"model_type": family} | TINY | (GEMMA3N if family == "gemma3n_text" else {**FAMILIES, **RECURRENT}.get(family, {}))
+    others = {**FAMILIES, **RECURRENT, "gemma3n_text": GEMMA3N}
+    return {"model_type": family} | TINY | others.get(family, {})
 
 
 SMALL: dict[str, Any] = {

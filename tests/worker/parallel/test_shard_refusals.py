@@ -24,7 +24,7 @@ from headrace_proto.errors import ModelLoadError, ModelUnsupportedError
         ("llama", {"intermediate_size": 90}, (4, 1), r"tp 4 does not divide the 90 outputs of gate_proj"),
         ("phi3", {"intermediate_size": 90}, (4, 1), r"tp 4 does not divide the 90 inner dimensions of an MLP"),
         ("mixtral", {"intermediate_size": 90}, (4, 1), r"tp 4 does not divide the 90 inner dimensions of an expert"),
-        ("qwen3_next", {"linear_num_key_heads": 3, "linear_num_value_heads": 6}, (2, 1), r"divide the 3 key heads .*--tp"),
+        ("qwen3_next", {"linear_num_key_heads": 1}, (2, 1), r"tp 2 does not divide the 1 key heads of this model"),
         ("llama", {}, (1, 4), r"pp 4 is more than the 3 layers .* --pp 3"),
         ("olmo2", {}, (2, 1), r"olmo2 splits layers\.\*\.self_attn\.q_proj as 'colwise_gather_output'.* --tp 1"),
         ("bitnet", {}, (2, 1), r"bitnet has no tensor-parallel plan"),

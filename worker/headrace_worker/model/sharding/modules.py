@@ -35,6 +35,27 @@ class Reduced(Wrapper):
         return self._tp.all_reduce(self.inner(hidden_states))
 
 
+class SharedNorm(Wrapper):
+    """A gated RMSNorm over groups of values, of each of which several ranks have an equal part."""
+
+    def __init__(self, inner: nn.Module, tp: Communicator, group_size: int, eps: float) -> None:
+        """inner: of this rank's part of a group, for its weight. group_size: of the whole group."""
+        super().__init__(inner, tp)
+        self._group_size, self._eps = group_size, eps
+
+    def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        """hidden_states, gate [..., M] -> [..., M]. One all-gather of a number for each token."""
+        assert self.weight is not None
+        values, size = hidden_states.float(), hidden_states.shape[-1]
+        if gate is not None:
+            values = values * functional.silu(gate.float())
+        peers = self._group_size // size
+        first = self._tp.rank // peers * peers
+        squares = self._tp.all_gather(values.square().sum(-1, keepdim=True))[..., first : first + peers]
+        variance = squares.sum(-1, keepdim=True) / self._group_size
+        return self.weight * (values * torch.rsqrt(variance + self._eps)).to(hidden_states.dtype)
+
+
 class ShardedExperts(Wrapper):
     """Routed experts: each rank computes a part of every expert, or some experts whole."""
 

@@ -23,7 +23,7 @@ class RecurrentRule:
 
     unit: str  # plural, for people
     units: int  # the ranks must divide them
-    parts: dict[str, tuple[Section, ...]]  # outputs of linears and convolutions, entries of parameters, sizes
+    parts: dict[str, tuple[Section, ...]]  # outputs of linears and convolutions, entries of parameters and norms, sizes
     inputs: dict[str, tuple[Section, ...]]  # of linears whose outputs are summed over the ranks
     whole: tuple[str, ...] = ()  # modules that every rank has
 
@@ -37,7 +37,8 @@ def recurrent_rule(layer: Any, family: str) -> RecurrentRule:
     """The rule of a whole layer. Raises ModelUnsupportedError for a kind that has none."""
     make = next((make for names, make in _RULES if all(hasattr(layer, name) for name in names)), None)
     rule = make(layer) if make is not None else None
-    names = {name.partition(".")[0] for name, _ in layer.named_parameters()}
+    tensors = [*layer.named_parameters(), *layer.named_buffers()]
+    names = {name.partition(".")[0] for name, _ in tensors}
     if rule is None or names - rule.parts.keys() - rule.inputs.keys() - set(rule.whole):
         raise ModelUnsupportedError(
             f"{family} keeps recurrent state, which is not sharded yet: serve it with --tp 1 --pp 1."
@@ -48,13 +49,16 @@ def recurrent_rule(layer: Any, family: str) -> RecurrentRule:
 def section_spans(sections: tuple[Section, ...], rank: int, ranks: int) -> tuple[Span, ...]:
     """The rank's entries: its equal share of the units of each section.
 
-    Where there are more ranks than units, several ranks have the same one. Raises ModelUnsupportedError when the ranks
-    do not divide the units, nor these the ranks.
+    Where there are more ranks than units, several ranks have the same one. Raises ModelUnsupportedError when neither
+    number divides the other.
     """
     spans, offset = [], 0
     for units, size in sections:
-        shared = units < ranks and not ranks % units
-        span = even(units, rank * units // ranks, units, "") if shared else even(units, rank, ranks, "units")
+        if units < ranks and ranks % units == 0:
+            unit = rank * units // ranks
+            span = unit, unit + 1
+        else:
+            span = even(units, rank, ranks, "groups of heads")
         spans.append(scaled(span, size, offset))
         offset += units * size
     return tuple(spans)
@@ -72,7 +76,8 @@ def _gated_delta_net(layer: Any) -> RecurrentRule:
             **dict.fromkeys(("in_proj_qkv", "conv1d", "conv_dim"), (keys, keys, values)),
             **dict.fromkeys(("q_proj", "k_proj", "key_dim"), (keys,)),
             **dict.fromkeys(("in_proj_z", "v_proj", "g_proj", "value_dim"), (values,)),
-            **dict.fromkeys(("in_proj_b", "in_proj_a", "a_proj", "b_proj", "A_log", "dt_bias", "num_v_heads"), (heads,)),
+            **dict.fromkeys(("in_proj_b", "in_proj_a", "a_proj", "b_proj"), (heads,)),
+            **dict.fromkeys(("A_log", "dt_bias", "num_v_heads"), (heads,)),
             "in_proj_qkvz": ((layer.num_k_heads, group),),
             "in_proj_ba": ((layer.num_k_heads, 2 * ratio),),
             "num_k_heads": ((layer.num_k_heads, 1),),
@@ -82,7 +87,55 @@ def _gated_delta_net(layer: Any) -> RecurrentRule:
     )
 
 
+def _mamba2(layer: Any) -> RecurrentRule:
+    """Heads. Those of a group share B and C, which several ranks have alike where there are fewer groups than ranks."""
+    heads, inner = (layer.num_heads, 1), (layer.num_heads, layer.head_dim)
+    groups, states = (layer.n_groups, 1), (layer.n_groups, layer.ssm_state_size)
+    return RecurrentRule(
+        unit="heads",
+        units=layer.num_heads,
+        parts={
+            "in_proj": (inner, inner, states, states, heads),
+            **dict.fromkeys(("conv1d", "conv_dim"), (inner, states, states)),
+            **dict.fromkeys(("A_log", "D", "dt_bias", "num_heads"), (heads,)),
+            "intermediate_size": (inner,),
+            "n_groups": (groups,),
+            **({"norm": (inner,)} if hasattr(getattr(layer, "norm", None), "group_size") else {}),
+        },
+        inputs={"out_proj": (inner,)},
+    )
+
+
+def _mamba1(layer: Any) -> RecurrentRule:
+    """Channels. The projection to B, C and the time step reads all of them: it is summed."""
+    channels = (layer.intermediate_size, 1)
+    return RecurrentRule(
+        unit="channels",
+        units=layer.intermediate_size,
+        parts={
+            "in_proj": (channels, channels),
+            **dict.fromkeys(("conv1d", "dt_proj", "A_log", "D", "intermediate_size"), (channels,)),
+        },
+        inputs=dict.fromkeys(("x_proj", "out_proj"), (channels,)),
+        whole=("dt_layernorm", "b_layernorm", "c_layernorm"),
+    )
+
+
+def _short_convolution(layer: Any) -> RecurrentRule:
+    """Channels, with sections B, C and x."""
+    channels = (layer.conv.in_channels, 1)
+    return RecurrentRule(
+        unit="channels",
+        units=layer.conv.in_channels,
+        parts={"in_proj": (channels, channels, channels), "conv": (channels,)},
+        inputs={"out_proj": (channels,)},
+    )
+
+
 # By the names that show the kind.
 _RULES: tuple[tuple[tuple[str, ...], Callable[[Any], RecurrentRule]], ...] = (
     (("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim", "conv1d"), _gated_delta_net),
+    (("num_heads", "head_dim", "n_groups", "ssm_state_size", "in_proj", "conv1d", "out_proj"), _mamba2),
+    (("intermediate_size", "in_proj", "conv1d", "x_proj", "dt_proj", "out_proj"), _mamba1),
+    (("in_proj", "conv", "out_proj"), _short_convolution),
 )

@@ -19,7 +19,7 @@ from headrace_worker.comm.parallel_context import ParallelContext
 from headrace_worker.core.transfer.shards import Span
 from headrace_worker.model.sharding import strings
 from headrace_worker.model.sharding.cuts import Cut, Cuts, ceiling, cut_shape, even, kv_heads, query_heads, scaled
-from headrace_worker.model.sharding.modules import Reduced, ShardedExperts, VocabEmbedding, VocabHead
+from headrace_worker.model.sharding.modules import Reduced, ShardedExperts, SharedNorm, VocabEmbedding, VocabHead
 from headrace_worker.model.sharding.places import kv_count
 from headrace_worker.model.sharding.recurrent import is_recurrent, recurrent_rule, section_spans
 from headrace_worker.model.sharding.stages import replace_other_stages
@@ -95,7 +95,7 @@ class _Cutter:
                 if self._strings.kind(f"{relative}.{leaf}") == strings.PER_HEAD:
                     self._cut(name, module, leaf, Cut(0, (self._heads,)))
         for name, module in self._model.named_modules():
-            if _is_attention(name, module) and not is_recurrent(module):
+            if _is_attention(name, module):
                 self._localise_attention(name, module)
         self._cut_vocabulary()
 
@@ -139,10 +139,19 @@ class _Cutter:
                 self._cut_inputs(f"{name}.{leaf}", part, spans)
             elif isinstance(part, nn.Linear | nn.Conv1d):
                 self._cut_outputs(f"{name}.{leaf}", part, spans)
+            elif isinstance(part, nn.Module):
+                self._cut_group_norm(f"{name}.{leaf}", part, spans)
             elif isinstance(part, nn.Parameter):
                 self._cut(name, layer, leaf, Cut(0, spans))
             elif part is not None:
                 setattr(layer, leaf, Cut(0, spans).size)
+
+    def _cut_group_norm(self, name: str, norm: Any, spans: tuple[Span, ...]) -> None:
+        cut, group = Cut(0, spans), int(norm.group_size)
+        self._cut(name, norm, "weight", cut)
+        if cut.size < group:
+            norm.group_size, eps = cut.size, float(norm.variance_epsilon)
+            self._sharding.link(name, lambda inner: SharedNorm(inner, self._tp, group, eps))
 
     def _outputs(self, name: str, linear: nn.Linear, kind: str) -> tuple[Span, ...]:
         heads, kv = self._counts
@@ -255,7 +264,8 @@ class _Cutter:
 
 
 def _is_attention(name: str, module: nn.Module) -> bool:
-    return hasattr(module, "layer_idx") and name.rpartition(".")[2] in ("self_attn", "attn", "attention")
+    named = name.rpartition(".")[2] in ("self_attn", "attn", "attention") or hasattr(module, "k_proj")
+    return named and hasattr(module, "layer_idx") and not is_recurrent(module)
 
 
 def _is_experts(module: Any) -> bool:

@@ -11,6 +11,15 @@ from headrace_worker.comm.parallel_context import ParallelContext
 from headrace_worker.model.sharding.modules import PlaceholderEmbedding, PlaceholderLayer, PlaceholderNorm
 from headrace_worker.model.sharding.places import stage_layers
 
+# What follows the layers, of families that have no pipeline plan in transformers.
+_FINAL_NORMS = {
+    "granitemoehybrid": "norm",
+    "jamba": "final_layernorm",
+    "lfm2": "embedding_norm",
+    "lfm2_moe": "embedding_norm",
+    "nemotron_h": "norm_f",
+}
+
 
 def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     """Name and list of the decoder layers."""
@@ -28,7 +37,9 @@ def replace_other_stages(model: PreTrainedModel, parallel: ParallelContext, devi
     if parallel.pp_size == 1:
         return
     config: Any = model.config
-    plan = getattr(config, "base_model_pp_plan", None)
+    plan = list(getattr(config, "base_model_pp_plan", None) or ())
+    if not plan and config.model_type in _FINAL_NORMS:
+        plan = ["layers", _FINAL_NORMS[config.model_type]]
     if not plan or getattr(config, "num_kv_shared_layers", None):
         raise ModelUnsupportedError(f"{config.model_type} cannot be split into pipeline stages: serve it with --pp 1.")
     _, layers = decoder_layers(model)
@@ -40,8 +51,7 @@ def replace_other_stages(model: PreTrainedModel, parallel: ParallelContext, devi
         weight = model.get_input_embeddings().weight
         _replace(model, model.get_input_embeddings(), PlaceholderEmbedding(weight.shape[1], weight.dtype, device))
     if not parallel.is_last_stage:
-        names = list(plan)
-        for name in names[names.index("layers") + 1 :]:
+        for name in plan[plan.index("layers") + 1 :]:
             model.base_model.set_submodule(name, PlaceholderNorm())
         _replace(model, model.get_output_embeddings(), PlaceholderNorm())
 

@@ -27,6 +27,15 @@ _KNOWN = {
     PACKED_QKV: PACKED_QKV,
     PER_HEAD: PER_HEAD,
 }
+_ATTENTION = {f"layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"} | {"layers.*.self_attn.o_proj": "rowwise"}
+_FEED_FORWARD = {f"layers.*.feed_forward.{name}_proj": "colwise" for name in ("gate", "up")} | {
+    "layers.*.feed_forward.down_proj": "rowwise"
+}
+_LFM2 = _ATTENTION | {
+    "layers.*.self_attn.out_proj": "rowwise",
+    **{f"layers.*.feed_forward.{name}": "colwise" for name in ("w1", "w3")},
+    "layers.*.feed_forward.w2": "rowwise",
+}
 _PACKED_MLP = {"layers.*.mlp.gate_up_proj": "packed_colwise", "layers.*.mlp.down_proj": "rowwise"}
 _OVERRIDES: dict[str, dict[str, str]] = {
     "phi3": {"layers.*.self_attn.qkv_proj": PACKED_QKV, "layers.*.self_attn.o_proj": "rowwise", **_PACKED_MLP},
@@ -34,11 +43,25 @@ _OVERRIDES: dict[str, dict[str, str]] = {
     "glm": _PACKED_MLP,
     "glm4": _PACKED_MLP,
     "gpt_oss": {
-        **{f"layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"},
-        "layers.*.self_attn.o_proj": "rowwise",
+        **_ATTENTION,
         "layers.*.self_attn.sinks": PER_HEAD,
         "layers.*.mlp.experts": "moe_tp_experts",
     },
+    "bamba": _ATTENTION | _FEED_FORWARD,
+    "jamba": _ATTENTION | _FEED_FORWARD,
+    "granitemoehybrid": {
+        **_ATTENTION,
+        "layers.*.shared_mlp.input_linear": "packed_colwise",
+        "layers.*.shared_mlp.output_linear": "rowwise",
+    },
+    "nemotron_h": {
+        **{f"layers.*.mixer.{name}_proj": "colwise" for name in ("q", "k", "v", "up")},
+        **{f"layers.*.mixer.{name}_proj": "rowwise" for name in ("o", "down")},
+        "layers.*.mixer.shared_experts.up_proj": "colwise",
+        "layers.*.mixer.shared_experts.down_proj": "rowwise",
+    },
+    "lfm2": _LFM2,
+    "lfm2_moe": _LFM2,
     # Which activations are zero depends on the mean and deviation of all of them.
     "gemma3n_text": {f"layers.*.mlp.{name}_proj": "replicate" for name in ("gate", "up", "down")},
 }
