@@ -30,7 +30,9 @@ class AttentionMeta:
 class StateMeta:
     """One per step, shared by all layers with recurrent state. A slot holds the states of one sequence at one position.
 
-    The tokens of sequence s are ``query_starts[s] : query_starts[s + 1]``. Slot 0 is all zeros: the state of nothing.
+    Sequences are computed in S pieces. The tokens of piece s are ``query_starts[s] : query_starts[s + 1]``; several
+    pieces of one sequence follow each other, and each reads the slot that the one before wrote. No other piece reads a
+    slot that one writes. Slot 0 is all zeros: the state of nothing.
     """
 
     query_starts: Tensor  # [S + 1] int32

@@ -89,18 +89,20 @@ class KvLayout(_message.Message):
     def __init__(self, version: _Optional[int] = ..., block_size: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[CacheGroup, _Mapping]]] = ...) -> None: ...
 
 class CacheGroup(_message.Message):
-    __slots__ = ("index", "num_layers", "num_kv_heads", "head_dim", "window")
+    __slots__ = ("index", "num_layers", "num_kv_heads", "head_dim", "window", "state")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
     NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
     HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
     WINDOW_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
     index: int
     num_layers: int
     num_kv_heads: int
     head_dim: int
     window: int
-    def __init__(self, index: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., window: _Optional[int] = ...) -> None: ...
+    state: bool
+    def __init__(self, index: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., window: _Optional[int] = ..., state: _Optional[bool] = ...) -> None: ...
 
 class DescribeRequest(_message.Message):
     __slots__ = ("known_digest", "facts_only")
@@ -356,13 +358,15 @@ class Delta(_message.Message):
     def __init__(self, attempt_id: _Optional[bytes] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., finish: _Optional[_Union[FinishReason, str]] = ..., error: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., queue_us: _Optional[int] = ..., preemptions: _Optional[int] = ..., not_finite: _Optional[bool] = ..., times: _Optional[_Union[AttemptTimes, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class AttemptTimes(_message.Message):
-    __slots__ = ("fetch_us", "compute_us", "own_tokens", "beside_tokens", "ahead", "ahead_tokens", "prompt_preempted_us", "decode_us", "prompts_us", "sequences_us", "preempted_us")
+    __slots__ = ("fetch_us", "compute_us", "own_tokens", "beside_tokens", "ahead", "ahead_tokens", "snapshot_tokens", "covered_tokens", "prompt_preempted_us", "decode_us", "prompts_us", "sequences_us", "preempted_us")
     FETCH_US_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_US_FIELD_NUMBER: _ClassVar[int]
     OWN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BESIDE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     AHEAD_FIELD_NUMBER: _ClassVar[int]
     AHEAD_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COVERED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_PREEMPTED_US_FIELD_NUMBER: _ClassVar[int]
     DECODE_US_FIELD_NUMBER: _ClassVar[int]
     PROMPTS_US_FIELD_NUMBER: _ClassVar[int]
@@ -374,12 +378,14 @@ class AttemptTimes(_message.Message):
     beside_tokens: int
     ahead: int
     ahead_tokens: int
+    snapshot_tokens: int
+    covered_tokens: int
     prompt_preempted_us: int
     decode_us: int
     prompts_us: int
     sequences_us: int
     preempted_us: int
-    def __init__(self, fetch_us: _Optional[int] = ..., compute_us: _Optional[int] = ..., own_tokens: _Optional[int] = ..., beside_tokens: _Optional[int] = ..., ahead: _Optional[int] = ..., ahead_tokens: _Optional[int] = ..., prompt_preempted_us: _Optional[int] = ..., decode_us: _Optional[int] = ..., prompts_us: _Optional[int] = ..., sequences_us: _Optional[int] = ..., preempted_us: _Optional[int] = ...) -> None: ...
+    def __init__(self, fetch_us: _Optional[int] = ..., compute_us: _Optional[int] = ..., own_tokens: _Optional[int] = ..., beside_tokens: _Optional[int] = ..., ahead: _Optional[int] = ..., ahead_tokens: _Optional[int] = ..., snapshot_tokens: _Optional[int] = ..., covered_tokens: _Optional[int] = ..., prompt_preempted_us: _Optional[int] = ..., decode_us: _Optional[int] = ..., prompts_us: _Optional[int] = ..., sequences_us: _Optional[int] = ..., preempted_us: _Optional[int] = ...) -> None: ...
 
 class TokenLogprobs(_message.Message):
     __slots__ = ("logprob", "top_ids", "top_logprobs")

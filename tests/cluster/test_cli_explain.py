@@ -20,6 +20,8 @@ DOCUMENT: dict[str, Any] = {
     "preemptions": 0,
     "ahead": 1,
     "ahead_tokens": 7,
+    "snapshot_tokens": 4,
+    "covered_tokens": 8,
     "causes": [
         {"cause": "queue", "words": "waiting", "seconds": 1.5},
         {"cause": "rest", "words": "rest", "seconds": 0.0001},
@@ -48,6 +50,9 @@ def test_an_account_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status, "AdminClient", Client)
     lines = CliRunner().invoke(status.app, ["explain", "id-1"]).stdout.splitlines()
     assert lines[0].startswith("id-1: 2.000 s, complete; first token after 0.500 s")
+    assert lines.pop(1) == (
+        "started from a snapshot of recurrent state after 4 tokens; keys and values of 8 were cached"
+    )
     assert lines[1] == "    1.500 s  75.0%  waiting (behind 1 request, 7 tokens of their prompts)"
     assert lines[2:] == [
         "placed on m-0, of 2 candidates: predicted 0.400 s until the first token, 1.000 s of answer, others delayed by "

@@ -151,6 +151,11 @@ def _account(document: dict[str, Any]) -> Iterator[str]:
         + f"; {counted(document['prompt_tokens'], 'token')} of prompt, {document['cached_tokens']} of them cached; "
         + f"{counted(document['output_tokens'], 'token')} of answer"
     )
+    if document["covered_tokens"]:
+        start = f"from a snapshot of recurrent state after {document['snapshot_tokens']} tokens"
+        if not document["snapshot_tokens"]:
+            start = "without a snapshot of recurrent state"
+        yield f"started {start}; keys and values of {document['covered_tokens']} were cached"
     more = {"preempted": f" ({counted(document['preemptions'], 'time')})"}
     if document["ahead"]:
         ahead = counted(document["ahead"], "request")

@@ -147,6 +147,8 @@ class TimeAccount:
         self.preemptions = 0
         self.ahead = 0  # requests that ran or waited at the replica when it came
         self.ahead_tokens = 0  # of prompts, computed there while it waited
+        self.snapshot_tokens = 0  # after which it started from a snapshot of recurrent state
+        self.covered_tokens = 0  # of a model with recurrent state: whose keys and values were cached
         self._progress: Callable[[], tuple[int, int]] | None = None
         self._phase: Cause | _Phase = Cause.ADMISSION
         self._since = now
@@ -182,6 +184,7 @@ class TimeAccount:
             self._since = now
             if times is not None:
                 self.ahead, self.ahead_tokens = times.ahead, times.ahead_tokens
+                self.snapshot_tokens, self.covered_tokens = times.snapshot_tokens, times.covered_tokens
         else:
             self._leave(now)
         self._phase = _Phase.ANSWER
@@ -238,6 +241,8 @@ class TimeAccount:
             "preemptions": self.preemptions,
             "ahead": self.ahead,
             "ahead_tokens": self.ahead_tokens,
+            "snapshot_tokens": self.snapshot_tokens,
+            "covered_tokens": self.covered_tokens,
             "causes": [{"cause": cause, "words": cause.words, "seconds": part} for cause, part in self.ranked(now)],
             "decisions": [decision.document() for decision in self.decisions],
         }

@@ -227,7 +227,8 @@ class ChoiceRun(Generic[C]):
         holder = self._previous
         if holder is None and not self._leads and self.prompt.long:
             holder = self.prompt.replica
-        if holder is not None and holder.connected and holder is not target and not self._in_doubt:
+        usable = holder is not None and holder.connected and holder is not target and not self._in_doubt
+        if holder is not None and usable and not (holder.scheme is not None and holder.scheme.states):
             return KvSource(holder, cached_only=True)
         return None
 

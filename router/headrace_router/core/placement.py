@@ -233,6 +233,7 @@ class FleetPlacement(Generic[C]):
     def _plan(self, rows: Rows, request: ChoiceRequest, output_tokens: int, *, sources: bool) -> Placed[C]:
         table = self._fleet.table
         prefill = _NO_ROWS
+        sources = sources and not any(scheme.states for scheme in request.blocks)
         if sources and self._disaggregation != "off":
             prefill = table.usable(request.model, request.revision, self._clock(), prefill=True)
         if not output_tokens:
@@ -245,7 +246,7 @@ class FleetPlacement(Generic[C]):
             request,
             output_tokens,
             cached,
-            self._cached(rows, request, held=True) if cached.any() else cached,
+            self._cached(rows, request, held=True) if cached.any() and sources else np.zeros_like(cached),
             self._cached(prefill, request),
             self._answers.left(request.model, request.sampling.max_tokens, output_tokens),
             self._disaggregation,

@@ -23,6 +23,7 @@ class GroupBlocks:
 
     window: int  # tokens that a query sees, itself included; 0 = all
     digests: Digests
+    snapshot: int | None = None  # of recurrent state: the blocks after which a prompt leaves one; None: keys and values
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,11 @@ class PromptBlocks:
     def expected(self) -> Digests:
         """Distinct ones that a replica which computes the prompt will have: the same array for all attempts."""
         most = MAX_EXPECTED // len(self.groups)
-        return np.unique(np.concatenate([group.digests[:most] for group in self.groups]))
+        kept = [
+            group.digests[:most] if group.snapshot is None else group.digests[group.snapshot - 1 : group.snapshot]
+            for group in self.groups
+        ]
+        return np.unique(np.concatenate(kept))
 
     def cached_tokens(self, index: PrefixIndex, tokens: int, *, held: bool = False) -> Lengths:
         """By slot: of at most that many leading tokens, how many need no computation there, [slots].
@@ -95,6 +100,7 @@ class HashScheme:
     layout_version: int
     block_size: int
     windows: tuple[int, ...]  # by cache group; 0 = all
+    states: bool = False  # the last group is of snapshots of recurrent state, which are not transferred
 
     @classmethod
     def of(cls, facts: ModelFacts) -> Self | None:
@@ -114,6 +120,7 @@ class HashScheme:
             layout.version,
             layout.block_size,
             tuple(group.window for group in groups),
+            any(group.state for group in groups),
         )
 
     def blocks(self, tenant_salt: bytes, token_ids: Sequence[int]) -> PromptBlocks:
@@ -133,7 +140,10 @@ class HashScheme:
                 group=group,
             )
             hashes = hasher.chain(hasher.root(scope), token_ids, self.block_size)
-            groups.append(GroupBlocks(window, digests_of(hashes)))
+            snapshot = None
+            if self.states and group == len(self.windows) - 1:
+                snapshot = max(1, (len(token_ids) - 1) // self.block_size - 1)
+            groups.append(GroupBlocks(window, digests_of(hashes), snapshot))
         return PromptBlocks(self.block_size, tuple(groups))
 
 

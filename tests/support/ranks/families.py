@@ -69,6 +69,22 @@ WITH_IMAGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"model_type": "qwen2"},
         {"vision_config": _VISION | {"image_size": [28, 28], "patch_size": [14, 14]}},
     ),
+    "qwen3_5": (
+        {"model_type": "qwen3_5_text"} | tiny_models.RECURRENT["qwen3_5_text"],
+        {
+            "vision_config": {
+                "depth": 1,
+                "hidden_size": 32,
+                "intermediate_size": 32,
+                "num_heads": 2,
+                "out_hidden_size": 64,
+            }
+        },
+    ),
+    "minicpmv4_6": (
+        {"model_type": "qwen3_5_text"} | tiny_models.RECURRENT["qwen3_5_text"],
+        {"vision_config": _VISION | {"num_hidden_layers": 2}, "insert_layer_id": 0},
+    ),
     "llava_next": ({"model_type": "llama"}, {"vision_config": _VISION | {"model_type": "clip_vision_model"}}),
 }
 

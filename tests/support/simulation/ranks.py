@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from headrace_worker.core.guide import Mask
-from headrace_worker.core.plan import StepPlan, StepResult
+from headrace_worker.core.plan import StepPlan, StepResult, Work
 from headrace_worker.core.transfer.orders import ClosePair, Drop, OpenPair, Order, Receive, Send, TransferReport
 from headrace_worker.core.transfer.shards import KvShards
-from support.simulation.shadow import RankShadow, Task
+from support.simulation.shadow import INVALID, RankShadow, Task
 from support.simulation.sim_model import BLOCK, Model, next_tag, next_token
 from support.simulation.transfer_workers import LayerGate, SimPairGroup, SimTransferWorker
 from support.simulation.world import InvariantViolation, Owner, World
@@ -72,6 +72,7 @@ class SimRanks:
         self._rows: dict[int, _Row] = {}
         self._tables: dict[tuple[int, int], dict[int, int]] = {}
         self._groups = len(model.windows)
+        self._states: dict[int, int] | None = {0: 0} if model.states else None  # of slots: the tag of the tokens before
         self._pending: list[deque[_Launched]] = [deque() for _ in shards.ranks]
         self.transfer_workers = [
             SimTransferWorker(
@@ -142,6 +143,8 @@ class SimRanks:
                 raise InvariantViolation("a plan computes positions whose tokens do not exist")
             mine = [dict(tables[group, work.row]) for group in range(self._groups)]
             row.invalid = row.invalid or fails
+            if self._states is not None:
+                self._advance_state(self._states, work, row)
             tasks.append(Task(work.start, stop, row.tags[:stop], mine, row.invalid))
             if work.sample:
                 if stop != len(row.tokens):
@@ -151,6 +154,21 @@ class SimRanks:
                 row.tags.append(next_tag(row.tags[-1], token))
                 sampled.append(token)
         return _Launched(plan, tasks, StepResult(plan.step, sampled, {}, {}), fails)
+
+    @staticmethod
+    def _advance_state(states: dict[int, int], work: Work, row: _Row) -> None:
+        """The pieces of a row read and write slots."""
+        before = row.tags[work.start - 1] if work.start else 0
+        if not row.invalid and states.get(work.state_read) != before:
+            raise InvariantViolation(f"row {work.row} reads the state of another prefix in slot {work.state_read}")
+        for end, slot in work.state_writes:
+            states[slot] = INVALID if row.invalid else row.tags[end - 1]
+        if (
+            not work.state_writes
+            or work.state_writes[-1][0] != work.start + work.count
+            or not all(slot for _, slot in work.state_writes)
+        ):
+            raise InvariantViolation("a row's state is not kept")
 
     def _advance(self, rank: int, count: int) -> None:
         for _ in range(min(count, len(self._pending[rank]))):

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from headrace_worker.core.layout import CacheGroupSpec, CacheLayout
+from headrace_worker.core.layout import CacheGroupSpec, CacheLayout, StateSpec
 from headrace_worker.core.transfer.shards import KvShards, RankShard
 from headrace_worker.model.sharding.cuts import kv_heads
 
@@ -35,10 +35,11 @@ def expected_answer(prompt: list[int], count: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Two layers per cache group, `heads` KV heads; `windows` as in a cache layout."""
+    """Two layers per cache group, `heads` KV heads; `windows` as in a cache layout. states: and a recurrent layer."""
 
     windows: tuple[int, ...]
     heads: int
+    states: bool = False
 
     @property
     def layout(self) -> CacheLayout:
@@ -47,6 +48,7 @@ class Model:
             BLOCK,
             tuple(CacheGroupSpec(g, (g, groups + g), 1, 8, window) for g, window in enumerate(self.windows)),
             4,
+            (StateSpec(2 * groups, "recurrent", (2, 2)),) if self.states else (),
         )
 
     def fits(self, tp: int) -> bool:

@@ -10,6 +10,7 @@ from headrace_proto.block_hash import BlockHasher, derive_key
 from headrace_worker.assembly.command_queue import CommandQueue
 from headrace_worker.core.engine import Engine
 from headrace_worker.core.kv.manager import KVManager, ModelScope
+from headrace_worker.core.kv.states import SLOTS_PER_ROW
 from headrace_worker.core.request import Finish, Output
 from headrace_worker.core.scheduler import Scheduler
 from headrace_worker.core.scheduler_limits import SchedulerLimits
@@ -75,7 +76,9 @@ class SimReplica:
             generation=generation,
         )
         layout = model.layout
-        self.kv = KVManager(layout, shape.blocks, BlockHasher(KEY), ModelScope("m", "r", "float32", "float32"))
+        scope = ModelScope("m", "r", "float32", "float32")
+        slots = 1 + (SLOTS_PER_ROW + 1) * shape.rows if model.states else 1
+        self.kv = KVManager(layout, shape.blocks, BlockHasher(KEY), scope, slots, shape.rows)
         limits = SchedulerLimits(shape.rows, shape.budget, max_waiting=64, batches=shape.pp)
         self.scheduler = Scheduler(limits, self.kv, self.clock)
         ranks = len(self.shards.ranks)

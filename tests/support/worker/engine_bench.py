@@ -7,7 +7,7 @@ from typing import Any
 from headrace_proto.block_hash import BlockHasher, derive_key
 from headrace_worker.core.engine import Engine
 from headrace_worker.core.kv.manager import KVManager, ModelScope
-from headrace_worker.core.layout import CacheGroupSpec, CacheLayout
+from headrace_worker.core.layout import CacheGroupSpec, CacheLayout, StateSpec
 from headrace_worker.core.plan import RowSampling
 from headrace_worker.core.request import Request
 from headrace_worker.core.scheduler import Scheduler
@@ -83,9 +83,9 @@ class Bench:
         raise AssertionError("the engine does not become idle")
 
 
-def make_layout(windows: tuple[int, ...] = (0,), block_size: int = 4) -> CacheLayout:
+def make_layout(windows: tuple[int, ...] = (0,), block_size: int = 4, states: bool = False) -> CacheLayout:
     groups = tuple(CacheGroupSpec(i, (i,), 1, 8, window) for i, window in enumerate(windows))
-    return CacheLayout(block_size, groups, 4)
+    return CacheLayout(block_size, groups, 4, (StateSpec(len(windows), "recurrent", (2, 2)),) if states else ())
 
 
 def make_bench(
@@ -97,14 +97,17 @@ def make_bench(
     depth: int = 0,
     max_waiting: int = 1000,
     batches: int = 1,
+    state_slots: int = 0,
 ) -> Any:
     """A `Bench`, typed as Any because tests replace its parts.
 
     windows: one per cache group. budget: tokens of a step. depth: of the loop. batches: as many are in flight, if > 1.
+    state_slots: of a model with recurrent layers.
     """
-    layout = make_layout(windows, block_size)
+    layout = make_layout(windows, block_size, bool(state_slots))
     clock = Clock()
-    kv = KVManager(layout, num_blocks, BlockHasher(derive_key(b"k")), ModelScope("m", "r", "float32", "float32"))
+    scope = ModelScope("m", "r", "float32", "float32")
+    kv = KVManager(layout, num_blocks, BlockHasher(derive_key(b"k")), scope, state_slots, max_num_seqs)
     scheduler = Scheduler(SchedulerLimits(max_num_seqs, budget, max_waiting, batches=batches), kv, clock)
     runner = FakeRunner(layout) if batches == 1 else PipelineRunner(layout, batches=batches)
     engine = Engine(scheduler, runner, clock, depth if batches == 1 else batches - 1)

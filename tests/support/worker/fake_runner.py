@@ -32,6 +32,7 @@ class FakeRunner:
     rows: dict[int, list[int]] = field(default_factory=dict)
     tables: dict[tuple[int, int], dict[int, int]] = field(default_factory=dict)
     slots: dict[tuple[int, int, int], int] = field(default_factory=dict)
+    states: dict[int, int] = field(default_factory=lambda: {0: hash(())})  # of slots: the prefix that led to them
     steps: int = 0
     undrawn: FakeStep | None = None
 
@@ -51,6 +52,8 @@ class FakeRunner:
         assert len({work.row for work in plan.work}) == len(plan.work)
         for work in plan.work:
             self._write(work.row, work.start, work.count)
+        if self.layout.states:
+            self._advance_states(plan)
         step = FakeStep(plan)
         if plan.guided:
             self.undrawn = step
@@ -84,6 +87,21 @@ class FakeRunner:
                 block = table[position // size]
                 assert block != 0, "a plan writes into the null block"
                 self.slots[group.index, block, position % size] = hash(tuple(tokens[: position + 1]))
+
+    def _advance_states(self, plan: StepPlan) -> None:
+        """Sequences are computed side by side: no one writes what another one reads."""
+        first = [self.states.get(work.state_read) for work in plan.work]
+        written = [slot for work in plan.work for _, slot in work.state_writes]
+        assert len(set(written)) == len(written) and 0 not in written, "two pieces write one slot"
+        for work, content in zip(plan.work, first, strict=True):
+            tokens = self.rows[work.row]
+            assert content == hash(tuple(tokens[: work.start])), "a layer would read the state of another prefix"
+            assert [end for end, _ in work.state_writes] == sorted({end for end, _ in work.state_writes})
+            assert work.state_writes[-1][0] == work.start + work.count
+            others = {slot for other in plan.work if other is not work for _, slot in other.state_writes}
+            assert work.state_read not in others, "a slot is overwritten while it is read"
+            for end, slot in work.state_writes:
+                self.states[slot] = hash(tuple(tokens[:end]))
 
     def _draw(self, row: int, position: int, mask: Mask | None) -> int:
         size = self.layout.block_size

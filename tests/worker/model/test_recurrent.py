@@ -84,7 +84,6 @@ def test_alone_in_a_batch_in_chunks_and_preempted(subject: Subject, prompts: lis
     engine = subject.engine()
     together = run(engine, prompts)
     assert [done.token_ids for done in together] == wanted
-    assert all(done.cached_tokens == 0 for done in run(engine, prompts)), "states have no snapshots yet"
     tight = subject.engine()
     scheduler, steps = tight.assembly.engine.scheduler, count()
 
@@ -98,6 +97,25 @@ def test_alone_in_a_batch_in_chunks_and_preempted(subject: Subject, prompts: lis
     alone = [run(engine, [prompt])[0] for prompt in prompts]
     for others in (preempted, chunked, alone):
         assert bits(subject, others) == bits(subject, together)
+
+
+def test_hits_next_turns_and_choices(subject: Subject, prompts: list[list[int]]) -> None:
+    engine, fresh = subject.engine(), subject.engine()
+    first = run(engine, prompts)
+    again = run(engine, prompts)
+    assert [done.cached_tokens for done in again] == [28, 0, 12, 32, 0], "a block before the end of each prompt"
+    assert bits(subject, again) == bits(subject, first)
+
+    turns = [prompt + done.token_ids + [7, 8, 9] for prompt, done in zip(prompts, first, strict=True)]
+    seconds = run(engine, turns)
+    assert [done.token_ids for done in seconds] == [subject.expected(turn) for turn in turns]
+    ends = [(len(prompt) + NEW - 1) // 4 * 4 for prompt in prompts]  # of the answers, in blocks: without the last token
+    assert [done.cached_tokens for done in seconds] == ends
+    assert bits(subject, seconds) == bits(subject, [run(fresh, [turn])[0] for turn in turns])
+
+    choices = run(subject.engine(), [prompts[0]] * 3)
+    assert [done.cached_tokens for done in choices] == [0, 32, 32]
+    assert bits(subject, choices) == bits(subject, first[:1] * 3)
 
 
 def test_after_failed_steps_requests_start_again(subject: Subject, prompts: list[list[int]]) -> None:
@@ -139,7 +157,9 @@ def test_what_is_not_done_with_states_is_refused(
 
 def test_rows_are_as_many_as_have_memory_for_their_states(subject: Subject) -> None:
     layout = subject.loaded.layout
-    engine = subject.engine(kv_cache_memory=100 * layout.block_bytes + 6 * layout.slot_bytes)
-    size = engine.assembly.size
-    assert size.num_bytes <= 100 * layout.block_bytes + 6 * layout.slot_bytes
-    assert size.state_slots == size.max_num_seqs + 1 and f"{size.state_slots} recurrent states" in size.note
+    for snapshots, rows in ((None, 2), (0, 6), (7, 3)):
+        memory = 2 * 14 * layout.slot_bytes
+        size = subject.engine(kv_cache_memory=memory, state_snapshots=snapshots).assembly.size
+        assert memory // 2 < size.num_bytes <= memory and size.max_num_seqs == rows
+        assert size.state_slots == (1 + 2 * rows + snapshots if snapshots is not None else 14)
+        assert f"{size.state_slots} recurrent states of" in size.note

@@ -107,6 +107,7 @@ def assemble_part(
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         kv_cache_memory=config.kv_cache_memory,
+        state_snapshots=config.state_snapshots,
         reserved=memory.reserved,
         headroom=memory.headroom,
         free=(free := model.device.free_memory()) // sharers,
@@ -181,6 +182,7 @@ def assemble(
         BlockHasher(cache_key),
         ModelScope(config.model, model.source.revision, model.dtype_name, model.dtype_name),
         size.state_slots,
+        part.max_num_seqs,
     )
     steps: StepRunner = stepper if profiler is None else ProfiledRunner(stepper, profiler)
     if thread is not None:

@@ -85,6 +85,15 @@ class ReplicaSettings:
     max_num_batched_tokens: Annotated[
         int | None, Field(ge=1, description="tokens of one step", json_schema_extra=flag("--max-num-batched-tokens"))
     ] = None
+    state_snapshots: Annotated[
+        int | None,
+        Field(
+            ge=0,
+            description="states that the prefix cache of a model with recurrent layers keeps at least; "
+            "none = as many as have memory",
+            json_schema_extra=flag("--state-snapshots", help="recurrent states that the prefix cache keeps"),
+        ),
+    ] = None
     max_waiting: Annotated[int, Field(ge=1, description="requests queued at a replica before it rejects more")] = 4096
     cpu_threads: Annotated[
         int | None,

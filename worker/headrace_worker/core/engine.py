@@ -167,7 +167,7 @@ class Engine:
         )
 
     def take_cache_changes(self) -> list[CacheChange]:
-        return self.scheduler.kv.pool.take_changes()
+        return self.scheduler.kv.take_changes()
 
     def _draw(self, launched: _Launched) -> list[Output]:
         """Masks are always current: built from tokens that are all read back, while this step's forward pass runs."""

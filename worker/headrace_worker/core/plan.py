@@ -59,8 +59,8 @@ class Work(Struct, frozen=True, gc=False):
     """Compute positions [start, start + count) of a row; with `sample`, sample the token at position start + count.
 
     The sampled token is stored in the row at that position on the device at once, before the host reads it. The
-    known tokens at positions start + 1 to start + scored get log-probabilities. state_read, state_write: slots of the
-    recurrent state before the first position and after the last one.
+    known tokens at positions start + 1 to start + scored get log-probabilities. Recurrent layers compute the positions
+    in pieces, one after another: the first one reads slot state_read, each one writes a slot.
     """
 
     row: int
@@ -69,7 +69,7 @@ class Work(Struct, frozen=True, gc=False):
     sample: bool
     scored: int = 0
     state_read: int = 0
-    state_write: int = 0
+    state_writes: tuple[tuple[int, int], ...] = ()  # of each piece: the position of its end, and the slot
 
 
 class StepPlan(Struct, frozen=True):

@@ -26,6 +26,10 @@ class RequestTable:
         """Moves a request from the queue to a row, with the blocks of its prefix; a row must be free."""
         self.waiting.take(request)
         request.table = self.kv.new_table(hit)
+        if self.kv.states is not None:
+            is_new, parts = request.started is None, hit.covered > hit.tokens
+            branch = hit.covered // self.kv.block_size if is_new and parts else 0
+            self.kv.states.begin(request.table.state, request.prompt_len, hit.tokens, hit.snapshot, branch)
         request.computed = hit.tokens
         request.row, row_use = self.rows.allocate()
         self.guided += request.guide is not None

@@ -21,6 +21,8 @@ class AttemptTimes(Struct, gc=False):
     ahead: int = 0
     ahead_tokens: int = 0
     prompt_preempted: float = 0.0
+    snapshot_tokens: int = 0
+    covered_tokens: int = 0
     decode: float = 0.0
     prompts: float = 0.0
     sequences: float = 0.0
@@ -62,6 +64,8 @@ class RequestTimes:
     fetched: float = 0.0  # seconds
     started_tokens: int = 0
     missing: int = 0  # tokens that it had to compute when it started
+    snapshot_tokens: int = 0  # of a model with recurrent state: after which it started from a snapshot
+    covered_tokens: int = 0  # and whose keys and values were cached
     first_at: float = 0.0
     first_prompts: float = 0.0
     first_sequences: float = 0.0
@@ -95,6 +99,8 @@ class RequestTimes:
             ahead=self.ahead,
             ahead_tokens=self.started_tokens - self.accepted_tokens,
             prompt_preempted=preempted,
+            snapshot_tokens=self.snapshot_tokens,
+            covered_tokens=self.covered_tokens,
         )
 
     def end(self, now: float, totals: StepTotals) -> AttemptTimes:

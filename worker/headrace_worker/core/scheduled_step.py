@@ -52,8 +52,7 @@ class StepDraft:
         sample = count == request.missing and not request.prefill_only
         scored = max(0, min(end, request.prompt_len - 1) - start) if request.scores else 0
         self.scorable -= scored
-        read, write = self.states.advance(table.state) if self.states is not None else (0, 0)
-        self.work.append(Work(request.row, start, count, sample, scored, read, write))
+        self.work.append(Work(request.row, start, count, sample, scored))
         self.requests.append(request)
         self.block_tables.append(table)
         self.budget -= count
@@ -69,8 +68,7 @@ class StepDraft:
     def add_last(self, request: Request, table: BlockTable) -> None:
         """As `add`, for a request that misses one position, which is the most common case."""
         start = request.computed
-        read, write = self.states.advance(table.state) if self.states is not None else (0, 0)
-        self.work.append(Work(request.row, start, 1, True, 0, read, write))
+        self.work.append(Work(request.row, start, 1, True))
         self.requests.append(request)
         self.block_tables.append(table)
         self.budget -= 1
@@ -81,6 +79,8 @@ class StepDraft:
 
     def finish(self, step: int, may_be_guided: bool) -> ScheduledStep:
         """The finished step. Without `may_be_guided` requests are not searched for guides."""
+        if self.states is not None:  # at last: requests that came later may have asked for snapshots
+            self.work = self.states.plan(self.work, [table.state for table in self.block_tables])
         guided = self._guided() if may_be_guided else []
         scores = self.scorable < SCORED_POSITIONS
         plan = StepPlan(step, self.frees, self.inits, self.tables, self.work, guided=bool(guided), scores=scores)

@@ -44,7 +44,7 @@ class Scheduler:
         self._deadlines = Deadlines()
         self._step = 0
         self._blocks = BlockSearch(kv, limits.watermark)
-        self._followers = Followers(self.running, self.waiting, kv.block_size)
+        self._followers = Followers(self.running, self.waiting, kv.block_size, kv.states)
 
     @property
     def has_work(self) -> bool:
@@ -147,7 +147,7 @@ class Scheduler:
             return self.end(request, Finish.ERROR, sentence)
         self.counters.not_finite += 1
         if request.table is table:
-            self.kv.forget(table)
+            self.kv.forget(table, request.chain)
         return self.end(request, Finish.NOT_FINITE, sentence)
 
     def fail(self, step: ScheduledStep, sentence: str) -> list[Output]:
@@ -272,6 +272,8 @@ class Scheduler:
             request.started = self._clock()
             request.cached_tokens = min(request.fetched.cached_hit(hit.tokens), request.prompt_len)
             request.times.started(len(request.tokens) - hit.tokens, self.totals)
+            if self.kv.states is not None:
+                request.times.snapshot_tokens, request.times.covered_tokens = hit.tokens, hit.covered
             self.counters.count_lookup(len(request.tokens), request.fetched.local_hit(hit.tokens))
         draft.tables.extend(
             TableUpdate(group, request.row, 0, list(blocks)) for group, blocks in enumerate(hit.tables) if blocks

@@ -43,7 +43,8 @@ class HostBatch:
     seq_lens: NDArray[np.int32]  # [S]
     tables: list[NDArray[np.int32]]  # by cache group: [S, M]
     slots: list[NDArray[np.int64]]  # by cache group: [T]
-    state_slots: NDArray[np.int32]  # [2, S]: read, written
+    state_starts: NDArray[np.int32]  # [pieces + 1]: the tokens of each piece that recurrent layers compute
+    state_slots: NDArray[np.int32]  # [2, pieces]: read, written
     sample_index: NDArray[np.int64]  # [R + P]
     drawn_rows: NDArray[np.int64]  # [R]
     drawn_positions: NDArray[np.int64]  # [R]
@@ -63,6 +64,7 @@ class HostBatch:
             self.scored,
             self.query_starts,
             self.seq_lens,
+            self.state_starts,
             self.state_slots,
             *self.tables,
             *self.slots,
@@ -71,7 +73,7 @@ class HostBatch:
     def over(self, tensors: Sequence[Tensor]) -> Batch:
         """A batch of `arrays` that were copied to the device."""
         token_rows, positions, sample_index, drawn_rows, drawn_positions, scored, *rest = tensors
-        query_starts, seq_lens, state_slots, *rest = rest
+        query_starts, seq_lens, state_starts, state_slots, *rest = rest
         groups = len(self.tables)
         metas = [
             AttentionMeta(query_starts, seq_lens, table, slots, self.max_query_len, self.max_seq_len)
@@ -81,7 +83,7 @@ class HostBatch:
             token_rows,
             positions,
             metas,
-            StateMeta(query_starts, state_slots[0], state_slots[1]),
+            StateMeta(state_starts, state_slots[0], state_slots[1]),
             sample_index,
             drawn_rows,
             drawn_positions,
@@ -113,6 +115,7 @@ class HostBatch:
             seq_lens=_longer(self.seq_lens, empty, 0),
             tables=tables,
             slots=slots,
+            state_starts=_longer(self.state_starts, empty, int(self.state_starts[-1])),
             state_slots=np.concatenate([self.state_slots, np.zeros((2, empty), np.int32)], axis=1),
             sample_index=_longer(self.sample_index, undrawn, 0),
             drawn_rows=_longer(self.drawn_rows, undrawn, 0),
@@ -142,6 +145,7 @@ def flatten_work(work: Sequence[Work], rows: RowState, block_size: int, scores: 
     if scores:
         counts = np.fromiter([item.scored for item in work], np.int64, size)
         scored = np.repeat(offsets[:-1] + counts - np.cumsum(counts), counts) + np.arange(counts.sum())
+    state_starts, state_slots = _state_pieces(work, offsets)
     longest = int(end.max(initial=0))
     entries = -(-longest // block_size)
     entry, offset = np.divmod(positions, block_size)
@@ -152,9 +156,8 @@ def flatten_work(work: Sequence[Work], rows: RowState, block_size: int, scores: 
         seq_lens=end.astype(np.int32),
         tables=[table[row, :entries] for table in rows.tables],
         slots=[table[token_rows, entry].astype(np.int64) * block_size + offset for table in rows.tables],
-        state_slots=np.array(
-            [[item.state_read for item in work], [item.state_write for item in work]], np.int32
-        ).reshape(2, size),
+        state_starts=state_starts,
+        state_slots=state_slots,
         sample_index=np.concatenate([offsets[1:][drawing] - 1, scored]),
         drawn_rows=drawn_rows,
         drawn_positions=drawn_positions,
@@ -162,6 +165,26 @@ def flatten_work(work: Sequence[Work], rows: RowState, block_size: int, scores: 
         max_query_len=int(count.max(initial=0)),
         max_seq_len=longest,
     )
+
+
+def _state_pieces(work: Sequence[Work], offsets: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """The starts and slots of the pieces that recurrent layers compute; without slots, of a warm-up, one per item.
+
+    offsets: of the first token of each item.
+    """
+    if not any([item.state_writes for item in work]):
+        return offsets.astype(np.int32), np.zeros((2, len(work)), np.int32)
+    starts: list[int] = [0]
+    reads: list[int] = []
+    writes: list[int] = []
+    for item, offset in zip(work, offsets.tolist(), strict=False):
+        read = item.state_read
+        for end, slot in item.state_writes:
+            starts.append(offset + end - item.start)
+            reads.append(read)
+            writes.append(slot)
+            read = slot
+    return np.array(starts, np.int32), np.array([reads, writes], np.int32)
 
 
 def gather(work: Sequence[Work], rows: RowState, block_size: int, scores: bool = False) -> Batch:

@@ -170,6 +170,8 @@ def _add_times(delta: pb.Delta, times: AttemptTimes) -> None:
             beside_tokens=times.beside_tokens,
             ahead=times.ahead,
             ahead_tokens=times.ahead_tokens,
+            snapshot_tokens=times.snapshot_tokens,
+            covered_tokens=times.covered_tokens,
             prompt_preempted_us=_us(times.prompt_preempted),
             decode_us=_us(times.decode),
             prompts_us=_us(times.prompts),

@@ -22,7 +22,7 @@ def describe(assembly: Assembly, config: ReplicaConfig, boot_id: bytes, cache_ke
         revision=model.source.revision,
         dtype=model.dtype_name,
         kv_dtype=model.dtype_name,
-        kv_layout=_layout_message(model.layout),
+        kv_layout=_layout_message(model.layout, assembly.size.state_slots > 1),
         role=config.role.number,
     )
     message = pb.ModelFacts(
@@ -48,18 +48,18 @@ def describe(assembly: Assembly, config: ReplicaConfig, boot_id: bytes, cache_ke
     return Description(message, facts.tokenizer_json)
 
 
-def _layout_message(layout: CacheLayout) -> pb.KvLayout:
-    return pb.KvLayout(
-        version=LAYOUT_VERSION,
-        block_size=layout.block_size,
-        groups=[
-            pb.CacheGroup(
-                index=group.index,
-                num_layers=len(group.layers),
-                num_kv_heads=group.num_kv_heads,
-                head_dim=group.head_dim,
-                window=group.window,
-            )
-            for group in layout.groups
-        ],
-    )
+def _layout_message(layout: CacheLayout, states: bool) -> pb.KvLayout:
+    groups = [
+        pb.CacheGroup(
+            index=group.index,
+            num_layers=len(group.layers),
+            num_kv_heads=group.num_kv_heads,
+            head_dim=group.head_dim,
+            window=group.window,
+        )
+        for group in layout.groups
+    ]
+    if states:
+        layers = len({state.layer for state in layout.states})
+        groups.append(pb.CacheGroup(index=len(groups), num_layers=layers, window=2, state=True))
+    return pb.KvLayout(version=LAYOUT_VERSION, block_size=layout.block_size, groups=groups)

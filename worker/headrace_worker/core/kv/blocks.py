@@ -101,15 +101,32 @@ class BlockPool:
         self._references[block] += 1
         self.peak_used = max(self.peak_used, self.used)
 
-    def publish(self, block: int, content: Content) -> None:
-        """Indexes the content of a referenced, completely computed block.
+    def publish(self, block: int, content: Content) -> bool:
+        """Indexes the content of a referenced, completely computed block. Returns whether it is new.
 
         When another block already has the same content, that one stays the shared one.
         """
-        if self._contents[block] is None and content.digest not in self._by_digest:
-            self._contents[block] = content
-            self._by_digest[content.digest] = block
-            self._changes.append(CacheChange(content.group, content.digest, True))
+        if self._contents[block] is not None or content.digest in self._by_digest:
+            return False
+        self._contents[block] = content
+        self._by_digest[content.digest] = block
+        self._changes.append(CacheChange(content.group, content.digest, True))
+        return True
+
+    def discard(self, digest: bytes) -> None:
+        """Removes a content from the index, if it is there; an unreferenced block is free at once."""
+        block = self._by_digest.get(digest)
+        if block is not None:
+            self._remove_content(block)
+            if block in self._cached:
+                del self._cached[block]
+                self._free.append(block)
+
+    def evict_next(self, digest: bytes) -> None:
+        """Nothing is expected to start from this content again: if it is cached, it is the next to be evicted."""
+        block = self._by_digest.get(digest)
+        if block is not None and block in self._cached:
+            self._cached.move_to_end(block, last=False)
 
     def forget(self, block: int) -> None:
         """Removes the content of a referenced block from the index; requests that share the block continue with it."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from headrace_proto.block_hash import BlockHasher, CacheScope, pack_tokens
-from headrace_worker.core.kv.blocks import NULL_BLOCK, BlockPool, Content
+from headrace_worker.core.kv.blocks import NULL_BLOCK, BlockPool, CacheChange, Content
 from headrace_worker.core.kv.states import RequestState, StateSlots
 from headrace_worker.core.layout import LAYOUT_VERSION, CacheLayout
 from headrace_worker.core.plan import TableUpdate
@@ -24,7 +24,7 @@ class ModelScope:
 class PrefixChain:
     """Hashes and packed tokens of a request's full blocks, extended as tokens become known."""
 
-    roots: tuple[bytes, ...]  # per group
+    roots: tuple[bytes, ...]  # per group; the last one is of snapshots of recurrent state, where there are some
     digests: tuple[list[bytes], ...]  # per group, as long as the number of full blocks hashed so far
     packed: list[bytes] = field(default_factory=list)
 
@@ -51,6 +51,8 @@ class PrefixHit:
 
     tokens: int
     tables: tuple[list[int], ...]
+    snapshot: int = 0  # slot with the recurrent state after them
+    covered: int = 0  # positions whose keys and values are cached: without a snapshot they are of no use
 
     def held(self) -> list[int]:
         return [block for table in self.tables for block in table if block != NULL_BLOCK]
@@ -60,11 +62,17 @@ class KVManager:
     """Allocates, shares and publishes blocks. One pool for all groups; no tensors here."""
 
     def __init__(
-        self, layout: CacheLayout, num_blocks: int, hasher: BlockHasher, scope: ModelScope, state_slots: int = 1
+        self,
+        layout: CacheLayout,
+        num_blocks: int,
+        hasher: BlockHasher,
+        scope: ModelScope,
+        state_slots: int = 1,
+        rows: int = 0,
     ) -> None:
-        """state_slots: slot 0 included; 1 for a model without recurrent layers."""
+        """state_slots: slot 0 included; 1 for a model without recurrent layers. rows: requests that run at a time."""
         self.pool = BlockPool(num_blocks)
-        self.states = StateSlots(state_slots) if state_slots > 1 else None
+        self.states = StateSlots(state_slots, rows, layout.block_size) if state_slots > 1 else None
         self.block_size = layout.block_size
         self.windows = tuple(group.window for group in layout.groups)
         self._hasher = hasher
@@ -89,7 +97,7 @@ class KVManager:
                     group=group,
                 )
             )
-            for group in range(self._groups)
+            for group in range(self._groups + (self.states is not None))
         )
         return PrefixChain(roots, tuple([] for _ in roots))
 
@@ -104,7 +112,7 @@ class KVManager:
 
     def lookup(self, chain: PrefixChain, limit: int) -> PrefixHit:
         """The longest cached prefix of at most `limit` positions. Acquires no blocks."""
-        most = min(limit // self.block_size, len(chain.packed)) if self.states is None else 0
+        most = min(limit // self.block_size, len(chain.packed))
         found: list[list[int | None]] = []
         for group, window in enumerate(self.windows):
             row: list[int | None] = []
@@ -117,11 +125,18 @@ class KVManager:
             found.append(row)
         while most > 0 and not all(self._covered(found[g], most, w) for g, w in enumerate(self.windows)):
             most -= 1
+        covered, snapshot = most, 0
+        if self.states is not None:
+            while most > 0:
+                snapshot = self.states.pool.find(chain.digests[-1][most - 1], chain.packed[most - 1]) or 0
+                if snapshot and all(self._covered(found[g], most, w) for g, w in enumerate(self.windows)):
+                    break
+                most, snapshot = most - 1, 0
         tables = []
         for group, window in enumerate(self.windows):
             passed = self._passed(most * self.block_size, window)
             tables.append([NULL_BLOCK] * passed + [b for b in found[group][passed:most] if b is not None])
-        return PrefixHit(most * self.block_size, tuple(tables))
+        return PrefixHit(most * self.block_size, tuple(tables), snapshot, covered * self.block_size)
 
     def new_table(self, hit: PrefixHit) -> BlockTable:
         """Starts a request's table from a current hit: acquires its blocks."""
@@ -168,9 +183,13 @@ class KVManager:
     def publish(self, table: BlockTable, chain: PrefixChain, token_ids: Sequence[int], computed: int) -> None:
         """Publishes all full blocks of the first `computed` positions. Their tokens must be known."""
         full = computed // self.block_size
-        if full <= table.published or self.states is not None:  # keys and values without a state are of no use
+        if full <= table.published:
             return
         self.extend_chain(chain, token_ids, full)
+        if self.states is not None:
+            for border in [border for border in table.state.kept if border <= full]:
+                content = Content(self._groups, chain.digests[-1][border - 1], chain.packed[border - 1])
+                self.states.publish(table.state, border, content)
         for group, blocks in enumerate(table.tables):
             digests = chain.digests[group]
             for index in range(table.published, full):
@@ -179,16 +198,23 @@ class KVManager:
         table.published = full
         table.unpublished_end = (full + 1) * self.block_size
 
+    def take_changes(self) -> list[CacheChange]:
+        """Changes of the index since the last call, in order for each group."""
+        return self.pool.take_changes() + (self.states.pool.take_changes() if self.states is not None else [])
+
     def publish_blocks(self, chain: PrefixChain, group: int, first: int, blocks: Sequence[int]) -> None:
         """Publishes held blocks that contain the chain's blocks from `first` on, of one group."""
         for index, block in enumerate(blocks, first):
             self.pool.publish(block, Content(group, chain.digests[group][index], chain.packed[index]))
 
-    def forget(self, table: BlockTable) -> None:
-        """Removes the contents of a request's blocks from the index: no other request starts from them."""
+    def forget(self, table: BlockTable, chain: PrefixChain) -> None:
+        """Removes the contents of a request's blocks and states from the index: no other request starts from them."""
         for blocks in table.tables:
             for block in blocks:
                 self.pool.forget(block)
+        if self.states is not None:
+            for digest in chain.digests[-1]:
+                self.states.pool.discard(digest)
 
     def release(self, table: BlockTable) -> None:
         """Releases all blocks of a request; published ones stay cached until they are evicted."""

@@ -4,11 +4,13 @@ from dataclasses import dataclass, replace
 
 from headrace_proto.errors import MemoryTooSmallError, ModelUnsupportedError
 from headrace_proto.quantities import counted, size_text
+from headrace_worker.core.kv.states import SLOTS_PER_ROW
 from headrace_worker.core.layout import CacheLayout
 
 DEFAULT_MAX_NUM_SEQS = 256
 _CPU_SHARE = 0.3  # of what is free: other replicas' weights, the object store and the page cache need the rest
 _HEADROOM_BYTES, _HEADROOM_SHARE = 512 << 20, 0.02
+_FEWEST_SNAPSHOTS, _MOST_SNAPSHOTS = 4, 16  # per row: fewer lose hits, more add hardly any
 HEADROOM_REASON = "for fragmentation and what is not measured"
 
 
@@ -48,6 +50,7 @@ def size_kv(
     max_num_seqs: int,
     max_model_len: int,
     kv_cache_memory: int | None = None,
+    state_snapshots: int | None = None,
     reserved: int = 0,
     headroom: int = 0,
     free: int,
@@ -56,13 +59,16 @@ def size_kv(
 
     Without `kv_cache_memory` (bytes) the cache gets what is free less `reserved` and `headroom` bytes on a GPU, and a
     share of what is free less `reserved` on a CPU; at most what `max_num_seqs` requests of `max_model_len` tokens can
-    fill. `kv_cache_memory` may use the headroom too. Raises MemoryTooSmallError when one request of `max_model_len`
-    does not fit.
+    fill. `kv_cache_memory` may use the headroom too. Half of it is for recurrent states at most, of which each request
+    needs two; the others are `state_snapshots` of the prefix cache. Raises MemoryTooSmallError when one request of
+    `max_model_len` does not fit.
     """
     available = max(0, free - reserved)
     per_request = len(layout.groups) * -(-max_model_len // layout.block_size)
-    smallest = (per_request + 1) * layout.block_bytes + 2 * layout.slot_bytes
-    most = (per_request * max_num_seqs + 1) * layout.block_bytes + (1 + max_num_seqs) * layout.slot_bytes
+    one, all_blocks = (per_request + 1) * layout.block_bytes, (per_request * max_num_seqs + 1) * layout.block_bytes
+    smallest = one + (1 + SLOTS_PER_ROW) * layout.slot_bytes
+    snapshots = max_num_seqs * _MOST_SNAPSHOTS if state_snapshots is None else state_snapshots
+    most = all_blocks + (1 + SLOTS_PER_ROW * max_num_seqs + snapshots) * layout.slot_bytes
     if kv_cache_memory is not None:
         if kv_cache_memory > available:
             raise MemoryTooSmallError(
@@ -80,19 +86,22 @@ def size_kv(
         if most < budget:
             budget, reason = most, f"enough for {counted(max_num_seqs, 'request')} of {max_model_len} tokens"
     if budget < smallest:
-        tokens = max(0, _tokens(budget // layout.block_bytes, layout)) if layout.block_bytes else 0
+        blocks = (budget - smallest + one) // layout.block_bytes if layout.block_bytes else 0
+        tokens = max(0, _tokens(blocks, layout))
         advice = f"--max-model-len {tokens}" if tokens else "a machine with more memory"
         raise MemoryTooSmallError(
             f"One request of {max_model_len} tokens needs a KV cache of {size_text(smallest)}, but it gets "
             f"{size_text(budget)} ({reason}): use {advice}, or a larger --kv-cache-memory."
         )
     rows, slots = max_num_seqs, 1
-    if layout.states:  # a block of keys and values of one request, and the state of another, are of the same use
-        rows = max(1, min(max_num_seqs, (budget // 2) // layout.slot_bytes - 1))
-        slots = 1 + rows
-        budget = max(budget - slots * layout.slot_bytes, (per_request + 1) * layout.block_bytes)
-        states = f"{slots} recurrent states of {size_text(layout.slot_bytes)} beside it"
-        reason += f"; {states}" + (f", so that {counted(rows, 'request')} run at once" if rows < max_num_seqs else "")
+    if layout.states:
+        rows, slots = _divide(min(budget // 2, budget - one) // layout.slot_bytes, max_num_seqs, state_snapshots)
+        budget = min(budget - slots * layout.slot_bytes, all_blocks)
+        count = counted(slots - 1 - SLOTS_PER_ROW * rows, "snapshot")
+        reason += (
+            f"; beside it {slots:,} recurrent states of {size_text(layout.slot_bytes)}, {SLOTS_PER_ROW} for each of "
+            f"{counted(rows, 'running request')} and {count} for the prefix cache"
+        )
     # A pipeline stage without attention holds any number: as many as all requests can fill.
     blocks = budget // layout.block_bytes if layout.block_bytes else per_request * rows + 1
     return KvSize(
@@ -102,6 +111,16 @@ def size_kv(
         max_num_seqs=rows,
         state_slots=slots,
     )
+
+
+def _divide(fitting: int, max_num_seqs: int, snapshots: int | None) -> tuple[int, int]:
+    """Rows, and slots of recurrent state for them and for snapshots, slot 0 included; `fitting` have memory."""
+    if snapshots is None:
+        rows, most = (fitting - 1) // (SLOTS_PER_ROW + _FEWEST_SNAPSHOTS), _MOST_SNAPSHOTS * max_num_seqs
+    else:
+        rows, most = (fitting - 1 - snapshots) // SLOTS_PER_ROW, snapshots
+    rows = max(1, min(rows, max_num_seqs))
+    return rows, 1 + SLOTS_PER_ROW * rows + max(0, min(most, fitting - 1 - SLOTS_PER_ROW * rows))
 
 
 def _tokens(blocks: int, layout: CacheLayout) -> int:

@@ -67,7 +67,7 @@ class TransferExchange:
 
     def begin(self, request: Request, seconds_per_token: float) -> bool:
         """Starts a fetch if the request has a source. False: the caller must queue the request."""
-        if not request.source:
+        if not request.source or self._scheduler.kv.states is not None:  # its state would be missing
             return False
         queued = self._scheduler.missing_tokens
         return self.fetcher.begin(request, request.source, self._clock(), seconds_per_token, queued)
