@@ -92,10 +92,10 @@ PACKED_MATMUL: Op[Callable[[Tensor, PackedWeight, Tensor | None, bool], Tensor]]
     "packed", "packed_matmul", fast=("cpu",)
 )
 CAUSAL_CONV: Op[Callable[[Tensor, Tensor, Tensor, StateMeta, Tensor | None, bool], Tensor]] = _op(
-    "recurrent", "causal_conv", fast=()
+    "recurrent", "causal_conv", fast=("cpu",)
 )
 DELTA_RULE: Op[Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, StateMeta], Tensor]] = _op(
-    "recurrent", "delta_rule", fast=()
+    "recurrent", "delta_rule", fast=("cpu",)
 )
 GUMBEL_NOISE_AT: Op[Callable[[Tensor, Tensor], Tensor]] = _op("noise", "gumbel_noise_at")
 GUMBEL_ARGMAX: Op[Callable[[Tensor, Tensor], Tensor]] = _op("noise", "gumbel_argmax")

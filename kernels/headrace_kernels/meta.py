@@ -31,6 +31,7 @@ class StateMeta:
     """One per step, shared by all layers with recurrent state. A slot holds the states of one sequence at one position.
 
     The tokens of sequence s are ``query_starts[s] : query_starts[s + 1]``. Slot 0 is all zeros: the state of nothing.
+    A slot that one sequence writes is read and written by no other one.
     """
 
     query_starts: Tensor  # [S + 1] int32
