@@ -85,6 +85,8 @@ RMS_NORM: Op[Callable[[Tensor, Tensor, float], Tensor]] = _op("elementwise", "rm
 ADD_RMS_NORM: Op[Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]] = _op("elementwise", "add_rms_norm")
 SILU_MUL: Op[Callable[[Tensor], Tensor]] = _op("elementwise", "silu_mul")
 GELU_MUL: Op[Callable[[Tensor], Tensor]] = _op("elementwise", "gelu_mul", fast=("cpu",))
+SIGMOID: Op[Callable[[Tensor], Tensor]] = _op("elementwise", "sigmoid", fast=("cpu",))
+SOFTPLUS: Op[Callable[[Tensor], Tensor]] = _op("elementwise", "softplus", fast=("cpu",))
 ROW_LOGSUMEXP: Op[Callable[[Tensor], Tensor]] = _op("softmax", "row_logsumexp")
 ROW_MAX: Op[Callable[[Tensor], tuple[Tensor, Tensor]]] = _op("softmax", "row_max", fast=("cpu",))
 PACKED_ROWS: Op[Callable[[PackedWeight, Tensor], Tensor]] = _op("packed", "packed_rows", fast=("cpu",))

@@ -43,6 +43,8 @@ def _cases(dtype: torch.dtype) -> Iterator[tuple[Any, tuple[Any, ...], dict[str,
     yield catalog.SILU_MUL, (wide,), {}
     yield catalog.SILU_MUL, (wide[:, 20:174],), {}
     yield catalog.GELU_MUL, (wide[:, 20:174],), {}
+    yield catalog.SIGMOID, (wide[:, 20:173],), {}
+    yield catalog.SOFTPLUS, (wide[:, 20:173] * 9,), {}
     pool = torch.zeros(2, 1, 2, 16, 40, dtype=dtype)
     rotated = heads[:, :4], heads[:, 4:6], heads[:, 6:], table, table.flip(0)
     yield catalog.ROPE_WRITE_KV, (*rotated, pool, torch.arange(9)), {}

@@ -76,6 +76,7 @@ for form in (Form.CODES8, Form.CODES4):
     codes = torch.randint(0, 1 << form.bits, (100, 512), dtype=torch.uint8)
     results.append(k.ops.packed_matmul(x, pack_codes(Codes(codes, torch.rand(100, 16), torch.rand(100, 16)), form)))
 results += [k.rms_norm(x, torch.rand(512), 1e-5), k.silu_mul(x), k.gelu_mul(x), k.ops.row_logsumexp(x)]
+results += [k.ops.sigmoid(x[:, :77]), k.ops.softplus(x[:, :77])]
 meta = k.AttentionMeta(
     query_starts=torch.tensor([0, 20, 30]).int(), seq_lens=torch.tensor([20, 700]).int(),
     block_tables=torch.randperm(100).int().view(2, 50), slots=torch.empty(0).long(), max_query_len=20, max_seq_len=700,

@@ -26,6 +26,7 @@ _SIGNATURES = {
     "headrace_rms_norm": "ppipiifi",
     "headrace_add_rms_norm": "pppipipiifi",
     "headrace_activate": "ppipiiiii",
+    "headrace_curve": "ppiiiii",
     "headrace_rope": "piiipiiipipiiii",
     "headrace_packed_matmul": "ppipiiiiiiffpii",
     "headrace_has_bfloat16_products": "",
