@@ -8,7 +8,7 @@ on the device, and its kernels do not check them.
 import torch
 from torch import Tensor
 
-from headrace_kernels.meta import AttentionMeta
+from headrace_kernels.meta import AttentionMeta, StateMeta
 
 
 class KernelArgumentError(ValueError):
@@ -60,6 +60,35 @@ def check_halves(gate_up: Tensor) -> None:
     """gate_up [..., 2 I]."""
     if gate_up.dim() == 0 or gate_up.shape[-1] % 2 or gate_up.shape[-1] == 0:
         raise _refusal("silu_mul", gate_up)
+
+
+def check_conv(x: Tensor, weight: Tensor, pool: Tensor, meta: StateMeta, bias: Tensor | None) -> None:
+    """x [T, C], weight [C, W], pool [N, W - 1, C], bias [C]."""
+    if x.dim() == weight.dim() == 2 and weight.shape[1] > 0:
+        channels, width = weight.shape
+        fits = x.shape[1] == channels > 0 and pool.shape[1:] == (width - 1, channels) and pool.dim() == 3
+        if fits and (bias is None or bias.shape == (channels,)) and _fits_states(meta):
+            return
+    raise _refusal("causal_conv", x, weight, pool, meta.query_starts, meta.reads, meta.writes)
+
+
+def check_delta(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, pool: Tensor, meta: StateMeta
+) -> None:
+    """query, key [T, K, D], value [T, H, E], decay [T, H] or [T, H, D], beta [T, H], pool [N, H, D, E]."""
+    if query.dim() == value.dim() == 3 and pool.dim() == 4 and query.shape == key.shape:
+        (tokens, key_heads, dim), (heads, columns) = key.shape, value.shape[1:]
+        rows = (tokens, heads)
+        fits = value.shape[0] == tokens and 0 not in (key_heads, dim, columns) and heads % key_heads == 0
+        fits = fits and beta.shape == rows and decay.shape in (rows, (*rows, dim))
+        if fits and pool.shape[1:] == (heads, dim, columns) and _fits_states(meta):
+            return
+    raise _refusal("delta_rule", query, key, value, decay, beta, pool, meta.query_starts, meta.reads, meta.writes)
+
+
+def _fits_states(meta: StateMeta) -> bool:
+    starts, reads, writes = meta.query_starts, meta.reads, meta.writes
+    return starts.dim() == reads.dim() == writes.dim() == 1 and len(starts) - 1 == len(reads) == len(writes)
 
 
 def check_scores(op: str, scores: Tensor) -> None:

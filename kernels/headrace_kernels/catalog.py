@@ -85,6 +85,8 @@ RMS_NORM: Op[Callable[[Tensor, Tensor, float], Tensor]] = _op("elementwise", "rm
 ADD_RMS_NORM: Op[Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]] = _op("elementwise", "add_rms_norm")
 SILU_MUL: Op[Callable[[Tensor], Tensor]] = _op("elementwise", "silu_mul")
 GELU_MUL: Op[Callable[[Tensor], Tensor]] = _op("elementwise", "gelu_mul", fast=("cpu",))
+SIGMOID: Op[Callable[[Tensor], Tensor]] = _op("elementwise", "sigmoid", fast=("cpu",))
+SOFTPLUS: Op[Callable[[Tensor], Tensor]] = _op("elementwise", "softplus", fast=("cpu",))
 ROW_LOGSUMEXP: Op[Callable[[Tensor], Tensor]] = _op("softmax", "row_logsumexp")
 ROW_MAX: Op[Callable[[Tensor], tuple[Tensor, Tensor]]] = _op("softmax", "row_max", fast=("cpu",))
 PACKED_ROWS: Op[Callable[[PackedWeight, Tensor], Tensor]] = _op("packed", "packed_rows", fast=("cpu",))
@@ -92,10 +94,10 @@ PACKED_MATMUL: Op[Callable[[Tensor, PackedWeight, Tensor | None, bool], Tensor]]
     "packed", "packed_matmul", fast=("cpu",)
 )
 CAUSAL_CONV: Op[Callable[[Tensor, Tensor, Tensor, StateMeta, Tensor | None, bool], Tensor]] = _op(
-    "recurrent", "causal_conv", fast=()
+    "recurrent", "causal_conv", fast=("cpu",)
 )
 DELTA_RULE: Op[Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, StateMeta], Tensor]] = _op(
-    "recurrent", "delta_rule", fast=()
+    "recurrent", "delta_rule", fast=("cpu",)
 )
 GUMBEL_NOISE_AT: Op[Callable[[Tensor, Tensor], Tensor]] = _op("noise", "gumbel_noise_at")
 GUMBEL_ARGMAX: Op[Callable[[Tensor, Tensor], Tensor]] = _op("noise", "gumbel_argmax")

@@ -109,6 +109,16 @@ def gelu_mul(gate_up: Tensor) -> Tensor:
     return catalog.GELU_MUL.best(gate_up)(gate_up)
 
 
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + exp(-x)) of x [..., N]. On a CPU with C++ an entry's bits do not depend on its place, as torch's do."""
+    return catalog.SIGMOID.best(x)(x)
+
+
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + exp(x)) of x [..., N], as ``sigmoid``."""
+    return catalog.SOFTPLUS.best(x)(x)
+
+
 def row_logsumexp(scores: Tensor) -> Tensor:
     """log(sum(exp(scores))) of scores [R, V] -> [R], in an order that depends on V alone; at least one is finite."""
     return catalog.ROW_LOGSUMEXP.best(scores)(scores)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from headrace_kernels import AttentionMeta, catalog
+from headrace_kernels.meta import StateMeta
 from headrace_kernels.packed import pack_dense
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -42,11 +43,18 @@ def _cases(dtype: torch.dtype) -> Iterator[tuple[Any, tuple[Any, ...], dict[str,
     yield catalog.SILU_MUL, (wide,), {}
     yield catalog.SILU_MUL, (wide[:, 20:174],), {}
     yield catalog.GELU_MUL, (wide[:, 20:174],), {}
+    yield catalog.SIGMOID, (wide[:, 20:173],), {}
+    yield catalog.SOFTPLUS, (wide[:, 20:173] * 9,), {}
     pool = torch.zeros(2, 1, 2, 16, 40, dtype=dtype)
     rotated = heads[:, :4], heads[:, 4:6], heads[:, 6:], table, table.flip(0)
     yield catalog.ROPE_WRITE_KV, (*rotated, pool, torch.arange(9)), {}
     yield catalog.PACKED_MATMUL, (wide, pack_dense(torch.randn(33, 200)), None, False), {}
     yield catalog.PACKED_ROWS, (pack_dense(torch.randn(33, 200)), torch.tensor([[5], [32]])), {}
+    steps = StateMeta(*(torch.tensor(part, dtype=torch.int32) for part in ([0, 4, 9], [1, 2], [1, 2])))
+    taps, inputs = _rows(dtype, 200, 3) / 3, _rows(dtype, 3, 2, 200)
+    yield catalog.CAUSAL_CONV, (_rows(dtype, 9, 200), taps, inputs, steps, weight, True), {}
+    gates, states = torch.rand(9, 4), torch.randn(3, 4, 40, 40)
+    yield catalog.DELTA_RULE, (heads[:, :2], heads[:, 2:4], heads[:, 4:], -gates, gates, states, steps), {}
     yield catalog.ROW_MAX, (scores,), {}
     yield catalog.ROW_LOGSUMEXP, (scores,), {}
     yield catalog.GUMBEL_NOISE_AT, (keys, torch.randint(2**20, (3, 7))), {}

@@ -65,6 +65,7 @@ def test_concurrent_builds_share_torchs_openmp(tmp_path: Path) -> None:
 
 _BITS = """
 import hashlib, torch, headrace_kernels as k
+from headrace_kernels.meta import StateMeta
 from headrace_kernels.packed import Codes, Form, pack_codes, pack_dense
 torch.manual_seed(0)
 results = []
@@ -75,10 +76,18 @@ for form in (Form.CODES8, Form.CODES4):
     codes = torch.randint(0, 1 << form.bits, (100, 512), dtype=torch.uint8)
     results.append(k.ops.packed_matmul(x, pack_codes(Codes(codes, torch.rand(100, 16), torch.rand(100, 16)), form)))
 results += [k.rms_norm(x, torch.rand(512), 1e-5), k.silu_mul(x), k.gelu_mul(x), k.ops.row_logsumexp(x)]
+results += [k.ops.sigmoid(x[:, :77]), k.ops.softplus(x[:, :77])]
 meta = k.AttentionMeta(
     query_starts=torch.tensor([0, 20, 30]).int(), seq_lens=torch.tensor([20, 700]).int(),
     block_tables=torch.randperm(100).int().view(2, 50), slots=torch.empty(0).long(), max_query_len=20, max_seq_len=700,
 )
+steps = StateMeta(*(torch.tensor(part).int() for part in ([0, 11, 30], [0, 1], [1, 2])))
+inputs, states = torch.zeros(3, 3, 512), torch.zeros(3, 4, 33, 50)
+results.append(k.ops.causal_conv(x, torch.randn(512, 4), inputs, steps, None, True))
+query, key, value = torch.randn(30, 2, 33), torch.randn(30, 2, 33), torch.randn(30, 4, 50)
+results.append(k.ops.delta_rule(query, key, value, -torch.rand(30, 4), torch.rand(30, 4), states, steps))
+results.append(k.ops.delta_rule(query, key, value, -torch.rand(30, 4, 33), torch.rand(30, 4), states, steps))
+results.append(states)
 results.append(k.paged_attention(torch.randn(30, 8, 64), torch.randn(2, 100, 2, 16, 64), meta, scale=0.1, softcap=20.0))
 print(hashlib.sha256(b"".join(result.numpy().tobytes() for result in results)).hexdigest())
 """

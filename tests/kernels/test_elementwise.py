@@ -54,6 +54,21 @@ def test_gelu_mul(shape: tuple[int, ...]) -> None:
         torch.testing.assert_close(catalog.GELU_MUL.named(name)(merged), expected, atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("shape", [*SHAPES, (7, 1), (1, 17)])
+def test_sigmoid_and_softplus_have_the_same_bits_everywhere(shape: tuple[int, ...]) -> None:
+    x = torch.cat(
+        (torch.randn(shape) * 10, torch.tensor([-500.0, 500.0, 0.0, -20.0, 20.0, 1e-6]).expand(*shape[:-1], 6)), -1
+    )
+    for op, exact in ((catalog.SIGMOID, torch.sigmoid), (catalog.SOFTPLUS, torch.nn.functional.softplus)):
+        for name in op.available():
+            out = op.named(name)(x)
+            torch.testing.assert_close(out, exact(x.double()).float(), atol=1e-9, rtol=2e-6)
+            if name != "torch":
+                assert torch.equal(op.named(name)(x[..., -3:]), out[..., -3:])
+        nan = op.named(op.chosen("cpu"))(torch.tensor([[1.0, torch.nan]]))
+        assert nan.isnan().tolist() == [[False, True]]
+
+
 @pytest.mark.parametrize(("heads", "kv_heads", "size", "rotary"), [(9, 3, 64, 64), (4, 4, 16, 16), (2, 1, 80, 32)])
 @pytest.mark.parametrize("tokens", [1, 5, 70])
 def test_rope_on_slices_of_a_merged_projection(

@@ -11,6 +11,7 @@ _rms_norm = load().headrace_rms_norm
 _add_rms_norm = load().headrace_add_rms_norm
 _activate = load().headrace_activate
 _SILU, _GELU = 0, 1  # of entries.h
+_curve = load().headrace_curve
 _rope = load().headrace_rope
 
 
@@ -78,6 +79,23 @@ def _activated(gate_up: Tensor, activation: int) -> Tensor:
     out = torch.empty(*gate_up.shape[:-1], size)
     stride, start = rows.stride(0), rows.data_ptr()
     _activate(out.data_ptr(), start, stride, start + 4 * size, stride, count, size, activation, torch.get_num_threads())
+    return out
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """See ``headrace_kernels.ops.sigmoid``."""
+    return _on_curve(x, False) if _fits(x) else reference.sigmoid(x)
+
+
+def softplus(x: Tensor) -> Tensor:
+    """See ``headrace_kernels.ops.softplus``."""
+    return _on_curve(x, True) if _fits(x) else reference.softplus(x)
+
+
+def _on_curve(x: Tensor, is_softplus: bool) -> Tensor:
+    rows, out = _rows(x), torch.empty(x.shape)
+    count, size = rows.shape
+    _curve(out.data_ptr(), rows.data_ptr(), rows.stride(0), count, size, is_softplus, torch.get_num_threads())
     return out
 
 

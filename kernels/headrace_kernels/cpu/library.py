@@ -26,12 +26,15 @@ _SIGNATURES = {
     "headrace_rms_norm": "ppipiifi",
     "headrace_add_rms_norm": "pppipipiifi",
     "headrace_activate": "ppipiiiii",
+    "headrace_curve": "ppiiiii",
     "headrace_rope": "piiipiiipipiiii",
     "headrace_packed_matmul": "ppipiiiiiiffpii",
     "headrace_has_bfloat16_products": "",
     "headrace_layers": "pppppipipiiii",
     "headrace_layer_bytes": "",
     "headrace_packed_rows": "ppipiiiiiiff",
+    "headrace_causal_conv": "ppipppiiiiiipppii",
+    "headrace_delta_rule": "ppipipipippiiiiiipppii",
     "headrace_row_logsumexp": "ppiiii",
     "headrace_row_max": "pppiiii",
     "headrace_gumbel_noise_at": "pppii",
@@ -43,11 +46,11 @@ _SIGNATURES = {
 # Functions that return a number: a status, or a fact. The others return nothing.
 _RETURN_NUMBER = {
     "headrace_attention", "headrace_write_kv", "headrace_layers", "headrace_layer_bytes",
-    "headrace_has_bfloat16_products", "headrace_packed_rows",
+    "headrace_has_bfloat16_products", "headrace_packed_rows", "headrace_causal_conv", "headrace_delta_rule",
 }  # fmt: skip
 UNSUPPORTED = 1  # valid, but beyond what the C++ code was written for: torch runs instead
 _REFUSALS = {
-    2: "query_starts and seq_lens describe tokens or keys that do not exist",
+    2: "query_starts or seq_lens describe tokens or keys that do not exist",
     3: "a block table is too short for its sequence, or names a block outside of the pool",
     4: "a slot is outside of the pool",
 }

@@ -30,6 +30,16 @@ def gelu_mul(gate_up: Tensor) -> Tensor:
     return functional.gelu(gate, approximate="tanh") * up
 
 
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + exp(-x))."""
+    return torch.sigmoid(x)
+
+
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + exp(x))."""
+    return functional.softplus(x)
+
+
 def apply_rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotates pairs (d, d + R/2) of the first R = cos.shape[-1] dimensions of each head."""
     return _rotate(query, cos[:, None], sin[:, None]), _rotate(key, cos[:, None], sin[:, None])

@@ -12,14 +12,17 @@ from headrace_kernels.meta import StateMeta
 def causal_conv(
     x: Tensor, weight: Tensor, pool: Tensor, meta: StateMeta, bias: Tensor | None = None, silu: bool = False
 ) -> Tensor:
-    """x [T, C] under taps weight [C, W] and its last W - 1 inputs in the pool [N, W - 1, C] -> [T, C]."""
-    taps = weight.t().contiguous()
+    """x [T, C] under taps weight [C, W] and its last W - 1 inputs in the pool [N, W - 1, C] -> [T, C].
+
+    Sums are in float32.
+    """
+    taps = weight.t().float()
     out = torch.zeros_like(x)
     for start, stop, read, write in _pieces(meta):
         window = torch.cat([pool[read], x[start:stop]])
-        total = torch.zeros_like(x[start:stop]) if bias is None else bias.expand(stop - start, -1)
+        total = taps.new_zeros(stop - start, x.shape[1]) if bias is None else bias.float().expand(stop - start, -1)
         for tap in range(len(taps)):
-            total = total + window[tap : tap + stop - start] * taps[tap]
+            total = total + window[tap : tap + stop - start].float() * taps[tap]
         out[start:stop] = F.silu(total) if silu else total
         if write:
             pool[write] = window[stop - start :]

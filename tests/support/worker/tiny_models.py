@@ -43,7 +43,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-# Sizes fill whole vectors: torch's activations differ in their last bits between the body and the rest of a row.
 _DELTA_RULE: dict[str, Any] = {
     "num_hidden_layers": 4,
     "hidden_size": 64,
@@ -52,6 +51,14 @@ _DELTA_RULE: dict[str, Any] = {
     "linear_num_value_heads": 32,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 16,
+}
+_ODD: dict[str, Any] = {
+    "hidden_size": 52,
+    "intermediate_size": 100,
+    "linear_num_key_heads": 3,
+    "linear_num_value_heads": 12,
+    "linear_key_head_dim": 28,
+    "linear_value_head_dim": 52,
 }
 _FOUR_EXPERTS: dict[str, Any] = {
     "num_experts": 4,
@@ -63,6 +70,8 @@ _ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor":
 RECURRENT: dict[str, dict[str, Any]] = {
     "qwen3_next": {**_DELTA_RULE, **_FOUR_EXPERTS},
     "qwen3_5_text": {**_DELTA_RULE, "rope_parameters": _ROPE},
+    # Sizes of no whole vectors: torch's activations differ in their last bits between the body and the rest of a row.
+    "qwen3_5_text-odd": {**_DELTA_RULE, "model_type": "qwen3_5_text", "rope_parameters": _ROPE, **_ODD},
     "qwen3_5_moe_text": {**_DELTA_RULE, **_FOUR_EXPERTS, "rope_parameters": _ROPE},
 }
 

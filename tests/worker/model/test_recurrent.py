@@ -21,7 +21,7 @@ from headrace_worker.model.source import resolve
 from headrace_worker.offline import Completion, OfflineEngine, Prompt
 from support.worker.tiny_models import replica_config
 
-FAMILIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+FAMILIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_text-odd", "qwen3_5_moe_text")
 GREEDY = RowSampling(temperature=0.0, logprobs=1)
 NEW = 10
 
@@ -79,7 +79,7 @@ def bits(subject: Subject, completions: Sequence[Completion]) -> list[Any]:
 
 
 def test_alone_in_a_batch_in_chunks_and_preempted(subject: Subject, prompts: list[list[int]]) -> None:
-    """With the same bits, too, which sizes of whole vectors show."""
+    """With the same bits, too, whatever the sizes are, and with two threads, for which "odd" has enough work."""
     wanted = [subject.expected(prompt) for prompt in prompts]
     engine = subject.engine()
     together = run(engine, prompts)
@@ -95,7 +95,13 @@ def test_alone_in_a_batch_in_chunks_and_preempted(subject: Subject, prompts: lis
     assert sum(done.preemptions for done in preempted) > 1
     chunked = run(subject.engine(max_num_batched_tokens=7), prompts)
     alone = [run(engine, [prompt])[0] for prompt in prompts]
-    for others in (preempted, chunked, alone):
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        threaded = run(engine, prompts)
+    finally:
+        torch.set_num_threads(before)
+    for others in (preempted, chunked, alone, threaded):
         assert bits(subject, others) == bits(subject, together)
 
 

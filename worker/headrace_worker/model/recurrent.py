@@ -30,7 +30,7 @@ def _conv(
     """x [1, C, T], weight [C, W] -> [1, C, T]."""
     if activation not in _ACTIVATIONS:
         raise StepContextError(f"Layer {layer} has a convolution with {activation}: this model is not supported.")
-    pool, meta = _state(layer, "conv")
+    pool, meta = layer_state(layer, "conv")
     out = ops.causal_conv(x[0].t().contiguous(), weight, pool, meta, bias, activation is not None)
     return out.t()[None]
 
@@ -39,12 +39,12 @@ def _delta_rule(
     layer: int, query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, **_: Any
 ) -> tuple[Tensor, None]:
     """query, key [1, T, K, D], value [1, T, H, E], beta [1, T, H], g [1, T, H] or [1, T, H, D] -> [1, T, H, E]."""
-    pool, meta = _state(layer, "recurrent")
+    pool, meta = layer_state(layer, "recurrent")
     out = ops.delta_rule(query[0], key[0], value[0], g[0], beta[0], pool, meta)
     return out[None].to(query.dtype), None
 
 
-def _state(layer: int, kind: str) -> tuple[Tensor, StateMeta]:
+def layer_state(layer: int, kind: str) -> tuple[Tensor, StateMeta]:
     """The slots of a layer's state, and which of them the sequences of the step read and write."""
     step = current_step()
     if step.state_meta is None:

@@ -68,12 +68,12 @@ inline void activate_rows(float* out, const float* gate, int64_t gate_stride, co
         const float *g = gate + r * gate_stride, *u = up + r * up_stride;
         float* o = out + r * n;
         int64_t i = 0;
-        for (; i + WIDTH <= n; i += WIDTH) store(o + i, function(load(g + i)) * load(u + i));
+        for (; i + WIDTH <= n; i += WIDTH) store(o + i, function(load(g + i), load(u + i)));
         if (i < n) {
             floats x{}, y{};
             std::memcpy(&x, g + i, (n - i) * sizeof(float));
             std::memcpy(&y, u + i, (n - i) * sizeof(float));
-            x = function(x) * y;
+            x = function(x, y);
             std::memcpy(o + i, &x, (n - i) * sizeof(float));
         }
     }
@@ -84,13 +84,25 @@ void activate(Team& team, float* out, const float* gate, int64_t gate_stride, co
     team.share(rows, [&](int64_t from, int64_t to) {
         const auto run = [&](auto function) { activate_rows(out, gate, gate_stride, up, up_stride, from, to, n, function); };
         if (activation == SILU)
-            run([](floats x) { return x / (1.f + exponential(-x)); });
+            run([](floats x, floats y) { return x / (1.f + exponential(-x)) * y; });
         else
-            run([](floats x) {
-                return 0.5f * x * (1.f + hyperbolic_tangent(0.7978845608028654f * (x + 0.044715f * x * x * x)));
+            run([](floats x, floats y) {
+                return 0.5f * x * (1.f + hyperbolic_tangent(0.7978845608028654f * (x + 0.044715f * x * x * x))) * y;
             });
     });
 }
+
+namespace {
+
+// log(1 + e**x): of 1 + e**-|x| by the series of the inverse hyperbolic tangent, whose argument is 1/3 at most.
+inline floats softplus(floats x) {
+    const floats e = exponential(pick(x > floats{}, -x, x)), s = e / (2.f + e), z = s * s;
+    floats series = spread(1.f / 15);
+    for (int i = 13; i > 0; i -= 2) series = multiply_add(series, z, spread(1.f / i));
+    return pick(x > floats{}, x, floats{}) + 2.f * s * series;
+}
+
+}  // namespace
 
 extern "C" void headrace_rms_norm(float* out, const float* x, int64_t x_stride, const float* weight, int64_t rows,
                                   int64_t n, float eps, int64_t threads) {
@@ -110,6 +122,20 @@ extern "C" void headrace_activate(float* out, const float* gate, int64_t gate_st
                                   int64_t rows, int64_t n, int64_t activation, int64_t threads) {
     run_team(threads_for(rows * n, GRAIN / 2, (int)threads),
              [&](Team& team) { activate(team, out, gate, gate_stride, up, up_stride, rows, n, activation); });
+}
+
+// softplus; else the sigmoid
+extern "C" void headrace_curve(float* out, const float* x, int64_t x_stride, int64_t rows, int64_t n, int64_t is_softplus,
+                               int64_t threads) {
+    run_team(threads_for(rows * n, GRAIN / 2, (int)threads), [&](Team& team) {
+        team.share(rows, [&](int64_t from, int64_t to) {
+            const auto run = [&](auto curve) { activate_rows(out, x, x_stride, x, x_stride, from, to, n, curve); };
+            if (is_softplus)
+                run([](floats x, floats) { return softplus(x); });
+            else
+                run([](floats x, floats) { return 1.f / (1.f + exponential(-x)); });
+        });
+    });
 }
 
 extern "C" void headrace_rope(float* query, int64_t query_token_stride, int64_t query_head_stride, int64_t heads,

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from headrace_kernels.invariant import InvariantLinear
+from headrace_kernels.packed import Codes
 from headrace_proto.errors import ModelUnsupportedError
-from headrace_worker.model.packable import PackableLinear, PackedLinear, merge_packable
+from headrace_worker.model.packable import PackableLinear, PackableMatrix, PackedLinear, merge_packable
 
 
 def is_plain(module: nn.Module) -> bool:
@@ -22,11 +23,25 @@ def merge_linears(parts: Sequence[nn.Module]) -> nn.Linear:
     if len(packable) == len(linears):
         return merge_packable(packable, _merged_bias(linears))
     weight = torch.cat([part.matrix.dense() if isinstance(part, PackableLinear) else part.weight for part in linears])
-    merged = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    merged.weight = nn.Parameter(weight, requires_grad=False)
-    if (bias := _merged_bias(linears)) is not None:
-        merged.bias = nn.Parameter(bias, requires_grad=False)
-    return merged
+    return _linear(weight, _merged_bias(linears))
+
+
+def take_outputs(linear: nn.Linear, order: Tensor) -> nn.Linear:
+    """A linear with these outputs of another one, in this order."""
+    bias = None if linear.bias is None else linear.bias[order]
+    if not isinstance(linear, PackableLinear):
+        return _linear(linear.weight[order.to(linear.weight.device)], bias)
+    values = linear.matrix.values
+    taken = values.rows(order) if isinstance(values, Codes) else values[order]
+    return PackableLinear(PackableMatrix(taken, linear.matrix.form), bias)
+
+
+def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias, requires_grad=False)
+    return linear
 
 
 def _merged_bias(linears: Sequence[nn.Linear]) -> Tensor | None:

@@ -15,6 +15,7 @@ from headrace_worker.model.surgery.linears import check_invariant, make_linear_i
 from headrace_worker.model.surgery.mlp import fuse_mlp
 from headrace_worker.model.surgery.native import join_layers
 from headrace_worker.model.surgery.norms import fuse_norm
+from headrace_worker.model.surgery.recurrent import fuse_delta_net
 from headrace_worker.model.surgery.self_attention import fuse_attention
 
 
@@ -48,6 +49,7 @@ def apply(model: PreTrainedModel, plan: SurgeryPlan) -> list[str]:
     pieces: list[tuple[bool, str, Callable[[nn.Module], nn.Module | None]]] = [
         (plan.norms, "norms", fuse_norm),
         (plan.attention, "attentions", _Once(fuse_attention, window_of)),
+        (plan.attention, "DeltaNets", _Once(fuse_delta_net, window_of)),
         (plan.mlp, "MLPs", _Once(lambda module, _window, verify: fuse_mlp(module, verify), window_of)),
         (plan.layers, "layers", _Once(fuse_layer, window_of)),
         (

@@ -5,10 +5,12 @@ Shape letters: T tokens, H query heads, K key/value heads, D head size, N hidden
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+import headrace_kernels.ops as ops
 from headrace_worker.model.attention import attend
-from headrace_worker.model.surgery.linears import is_plain, merge_linears
+from headrace_worker.model.surgery.linears import is_plain, merge_linears, take_outputs
 from headrace_worker.model.surgery.verify import TOKENS, TinyStep, agrees, random_input
 
 _PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -17,18 +19,27 @@ _NORMS = {"q_norm", "k_norm"}
 
 
 class FusedAttention(nn.Module):
-    """Causal self-attention over the paged cache, in the form of most families."""
+    """Causal self-attention over the paged cache, in the form of most families.
 
-    def __init__(self, original: nn.Module, heads: int, kv_heads: int, head_dim: int) -> None:
+    gated: the output is multiplied by the sigmoid of a gate; the original has each head's gate after its query.
+    """
+
+    def __init__(self, original: nn.Module, heads: int, kv_heads: int, head_dim: int, gated: bool = False) -> None:
         super().__init__()
         part = original.get_submodule
         self.layer_idx = int(original.layer_idx)  # type: ignore[arg-type]
-        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+        self.heads, self.kv_heads, self.head_dim, self.gated = heads, kv_heads, head_dim, gated
         self.scaling = float(original.scaling)  # type: ignore[arg-type]
         self.softcap = float(getattr(original, "attn_logit_softcapping", None) or 0.0)
         self.sinks: Tensor | None = getattr(original, "sinks", None)
         merged = hasattr(original, "qkv_proj")
         parts = [part("q_proj"), part("k_proj"), part("v_proj")] if not merged else []
+        if gated:
+            both = parts[0]
+            assert isinstance(both, nn.Linear)
+            rows = torch.arange(both.out_features).view(heads, 2, head_dim)
+            parts[0] = take_outputs(both, rows[:, 0].flatten())
+            parts.append(take_outputs(both, rows[:, 1].flatten()))
         self.qkv_proj: nn.Module = part("qkv_proj") if merged else merge_linears(parts)
         self.o_proj = part("o_proj")
         self.q_norm = part("q_norm") if hasattr(original, "q_norm") else None
@@ -39,8 +50,9 @@ class FusedAttention(nn.Module):
     ) -> tuple[Tensor, None]:
         """hidden_states [1, T, N], position_embeddings two of [1, T, D] -> [1, T, N]."""
         tokens = hidden_states.shape[1]
-        heads = self.qkv_proj(hidden_states).view(tokens, self.heads + 2 * self.kv_heads, self.head_dim)
-        query, key, value = heads.split((self.heads, self.kv_heads, self.kv_heads), 1)
+        gates = self.heads if self.gated else 0
+        heads = self.qkv_proj(hidden_states).view(tokens, self.heads + 2 * self.kv_heads + gates, self.head_dim)
+        query, key, value, gate = heads.split((self.heads, self.kv_heads, self.kv_heads, gates), 1)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         cos, sin = position_embeddings
@@ -48,7 +60,10 @@ class FusedAttention(nn.Module):
         out = attend(
             self.layer_idx, query, key, value, scale=self.scaling, softcap=self.softcap, sinks=self.sinks, rope=rope
         )
-        return self.o_proj(out.view(1, tokens, self.heads * self.head_dim)), None
+        out = out.view(1, tokens, self.heads * self.head_dim)
+        if self.gated:
+            out = out * ops.sigmoid(gate.flatten(1))
+        return self.o_proj(out), None
 
 
 def fuse_attention(module: nn.Module, window: int, verify: bool) -> FusedAttention | None:
@@ -67,12 +82,12 @@ def fuse_attention(module: nn.Module, window: int, verify: bool) -> FusedAttenti
     assert isinstance(out, nn.Linear) and isinstance(first, nn.Linear)
     rows = sum(linear.out_features for linear in linears if isinstance(linear, nn.Linear)) - out.out_features
     heads = out.in_features // head_dim
-    if "q_proj" in names and module.get_submodule("q_proj").out_features != out.in_features:
-        return None  # a gate comes with its queries
+    gated = "q_proj" in names and module.get_submodule("q_proj").out_features == 2 * out.in_features
+    rows -= out.in_features if gated else 0
     kv_heads = (rows // head_dim - heads) // 2
     if kv_heads < 1 or (heads + 2 * kv_heads) * head_dim != rows or heads * head_dim != out.in_features:
         return None
-    fused = FusedAttention(module, heads, kv_heads, head_dim)
+    fused = FusedAttention(module, heads, kv_heads, head_dim, gated)
     if verify:
         x = random_input(first.weight, 1, TOKENS, first.in_features)
         step = TinyStep(fused.layer_idx, kv_heads, head_dim, window, first.weight)

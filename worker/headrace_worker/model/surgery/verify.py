@@ -1,11 +1,11 @@
 """Verifies that a replacement computes the same as the original."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 
-from headrace_kernels.meta import AttentionMeta
+from headrace_kernels.meta import AttentionMeta, StateMeta
 from headrace_worker.model.attention import LayerCache, StepContext, step_context
 
 TOKENS = 5  # of the random input; more than one, fewer than a block
@@ -38,9 +38,20 @@ def agrees(original: Callable[[], Tensor], replacement: Callable[[], Tensor]) ->
 
 
 class TinyStep:
-    """A step over a pool of two blocks for one layer: T = TOKENS new tokens of one sequence."""
+    """A step over a pool of two blocks for one layer: T = TOKENS new tokens of one sequence.
 
-    def __init__(self, layer: int, kv_heads: int, head_dim: int, window: int, like: Tensor) -> None:
+    states: of the layer by kind, of one slot, which is read and not written.
+    """
+
+    def __init__(
+        self,
+        layer: int,
+        kv_heads: int,
+        head_dim: int,
+        window: int,
+        like: Tensor,
+        states: Mapping[str, Tensor] | None = None,
+    ) -> None:
         device = like.device
         pool = torch.zeros(2, 2, kv_heads, _BLOCK, head_dim, dtype=like.dtype, device=device)
         self._layers = {layer: LayerCache(0, pool, window)}
@@ -52,13 +63,17 @@ class TinyStep:
             max_query_len=TOKENS,
             max_seq_len=TOKENS,
         )
+        slot = torch.zeros(1, dtype=torch.int32, device=device)
+        self._states = {(layer, kind): pool for kind, pool in (states or {}).items()}
+        self._state_meta = StateMeta(self._meta.query_starts, slot, slot) if states else None
         angles = random_input(torch.empty((), device=device), 1, TOKENS, head_dim // 2).repeat(1, 1, 2)
         self.rotary = (angles.cos().to(like.dtype), angles.sin().to(like.dtype))  # [1, T, D] each
         self.positions = torch.arange(TOKENS, device=device).unsqueeze(0)
 
     def run(self, module: nn.Module, hidden: Tensor) -> Tensor:
         """Call an attention or decoder layer module on hidden [1, T, N]; returns [1, T, N], the first of a tuple."""
-        with step_context(StepContext(self._layers, [self._meta])):
+        step = StepContext(self._layers, [self._meta], states=self._states, state_meta=self._state_meta)
+        with step_context(step):
             out = module(
                 hidden_states=hidden,
                 position_embeddings=self.rotary,
