@@ -32,6 +32,9 @@ _SIGNATURES = {
     "headrace_layers": "pppppipipiiii",
     "headrace_layer_bytes": "",
     "headrace_packed_rows": "ppipiiiiiiff",
+    "headrace_ssd": "ppipippipippffpipppiiiiiii",
+    "headrace_selective_scan": "ppipippipippippipppiiiii",
+    "headrace_gated_rms_norm": "ppipipiiifii",
     "headrace_row_logsumexp": "ppiiii",
     "headrace_row_max": "pppiiii",
     "headrace_gumbel_noise_at": "pppii",
@@ -43,7 +46,7 @@ _SIGNATURES = {
 # Functions that return a number: a status, or a fact. The others return nothing.
 _RETURN_NUMBER = {
     "headrace_attention", "headrace_write_kv", "headrace_layers", "headrace_layer_bytes",
-    "headrace_has_bfloat16_products", "headrace_packed_rows",
+    "headrace_has_bfloat16_products", "headrace_packed_rows", "headrace_ssd", "headrace_selective_scan",
 }  # fmt: skip
 UNSUPPORTED = 1  # valid, but beyond what the C++ code was written for: torch runs instead
 _REFUSALS = {

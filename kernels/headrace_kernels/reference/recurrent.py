@@ -15,7 +15,7 @@ def causal_conv(
     """x [T, C] under taps weight [C, W] and its last W - 1 inputs in the pool [N, W - 1, C] -> [T, C]."""
     taps = weight.t().contiguous()
     out = torch.zeros_like(x)
-    for start, stop, read, write in _pieces(meta):
+    for start, stop, read, write in pieces(meta):
         window = torch.cat([pool[read], x[start:stop]])
         total = torch.zeros_like(x[start:stop]) if bias is None else bias.expand(stop - start, -1)
         for tap in range(len(taps)):
@@ -41,7 +41,7 @@ def delta_rule(
     v, b, kept = value.float(), beta.float(), decay.float().exp()
     kept = kept[..., None, None] if kept.dim() == 2 else kept[..., None]
     out = torch.zeros_like(v)
-    for start, stop, read, write in _pieces(meta):
+    for start, stop, read, write in pieces(meta):
         state = pool[read]
         for token in range(start, stop):
             state = state * kept[token]
@@ -54,7 +54,7 @@ def delta_rule(
     return out
 
 
-def _pieces(meta: StateMeta) -> Iterator[tuple[int, int, int, int]]:
+def pieces(meta: StateMeta) -> Iterator[tuple[int, int, int, int]]:
     """The tokens [start, stop) of each sequence that has some, and the slots that it reads and writes."""
     starts = meta.query_starts.tolist()
     for start, stop, read, write in zip(
