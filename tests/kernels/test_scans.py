@@ -9,6 +9,7 @@ from transformers.models.bamba.modeling_bamba import mamba2_chunk_scan
 from transformers.models.jamba.modeling_jamba import mamba_selective_scan
 
 from headrace_kernels import catalog
+from headrace_kernels.arguments import KernelArgumentError
 from headrace_kernels.meta import StateMeta
 
 H, E, G = 6, 5, 2  # heads, channels of each, groups
@@ -120,3 +121,23 @@ def test_a_state_continues_whatever_the_pieces_and_the_batch_are(name: str, back
     assert not pool[0].any(), "slot 0 stays the state of nothing"
     thrown_away = run(**rows, pool=pool, meta=_meta([13], [0], [0]), **options)
     assert torch.equal(thrown_away, expected) and not pool[0].any()
+
+
+@pytest.mark.parametrize(("name", "backend"), EXACT)
+@pytest.mark.parametrize(
+    ("lengths", "reads", "writes", "sentence"),
+    [
+        ([2, 2], [0, 0], [1, 1], "tokens or keys that do not exist"),
+        ([4, -1], [0, 0], [1, 1], "tokens or keys that do not exist"),
+        ([2, 1], [0, 2], [1, 1], "a slot is outside of the pool"),
+        ([2, 1], [0, 0], [1, -1], "a slot is outside of the pool"),
+    ],
+)
+def test_values_that_name_other_memory_are_refused(
+    name: str, backend: str, lengths: list[int], reads: list[int], writes: list[int], sentence: str
+) -> None:
+    op, make, shape, others = SCANS[name]
+    pool = torch.zeros(2, *shape, 16)
+    with pytest.raises(KernelArgumentError, match=sentence):
+        op.named(backend)(**make(3, 16), pool=pool, meta=_meta(lengths, reads, writes), **others(16))
+    assert not pool.any()

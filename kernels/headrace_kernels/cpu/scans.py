@@ -42,7 +42,7 @@ def ssd(
     check_ssd(x, dt, decay, key, query, pool, meta, skip, dt_bias)
     tokens, heads, channels = x.shape
     groups, size = key.shape[1:]
-    out = torch.empty(tokens, heads, channels)
+    out = torch.zeros(tokens, heads, channels)  # rows of no sequence stay so
     inputs, steps, keys, queries = _rows(x), _rows(dt), _rows(key), _rows(query)
     rates, skips, bias = _whole(decay), _whole(skip), _whole(dt_bias)
     status = _ssd(
@@ -70,7 +70,7 @@ def selective_scan(
     """See ``headrace_kernels.ops.selective_scan``."""
     check_selective_scan(x, dt, decay, key, query, pool, meta, skip, gate, dt_bias)
     tokens, channels = x.shape
-    out = torch.empty(tokens, channels)
+    out = torch.zeros(tokens, channels)
     inputs, steps, keys, queries = _rows(x), _rows(dt), _rows(key), _rows(query)
     gates = None if gate is None else _rows(gate)
     rates, skips, bias = _whole(decay), _whole(skip), _whole(dt_bias)

@@ -16,7 +16,7 @@ from headrace_kernels.cpu import build
 TESTS = Path(__file__).parents[2]
 FILES = (
     *(f"kernels/test_{name}.py" for name in ("agreement", "attention", "bounds", "cache", "elementwise", "exchange")),
-    *("kernels/test_noise.py", "kernels/test_packed.py", "worker/model/test_native_layers.py"),
+    *("kernels/test_noise.py", "kernels/test_packed.py", "kernels/test_scans.py", "worker/model/test_native_layers.py"),
 )
 _CHECKS = ("-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 vars(build)["_FLAGS"] = (*(flag for flag in build._FLAGS if flag != "-O3"), *_CHECKS)
