@@ -104,6 +104,66 @@ def check_keys(op: str, keys: Tensor, columns: Tensor | None = None) -> None:
         raise _refusal(op, keys, *(() if columns is None else (columns,)))
 
 
+def check_ssd(
+    x: Tensor,
+    dt: Tensor,
+    decay: Tensor,
+    key: Tensor,
+    query: Tensor,
+    pool: Tensor,
+    meta: StateMeta,
+    skip: Tensor | None,
+    dt_bias: Tensor | None,
+) -> None:
+    """x [T, H, E], dt [T, H], decay, skip, dt_bias [H], key, query [T, G, D], pool [N, H, E, D] float32."""
+    if x.dim() == key.dim() == 3:
+        (tokens, heads, channels), (rows, groups, size) = x.shape, key.shape
+        fits = rows == tokens and groups > 0 and size > 0 and heads % groups == 0 and query.shape == key.shape
+        fits = fits and dt.shape == (tokens, heads) and pool.shape[1:] == (heads, channels, size)
+        if fits and all(part is None or part.shape == (heads,) for part in (decay, skip, dt_bias)):
+            return _check_states("ssd", pool, meta)
+    raise _refusal("ssd", x, dt, decay, key, query, pool)
+
+
+def check_selective_scan(
+    x: Tensor,
+    dt: Tensor,
+    decay: Tensor,
+    key: Tensor,
+    query: Tensor,
+    pool: Tensor,
+    meta: StateMeta,
+    skip: Tensor | None,
+    gate: Tensor | None,
+    dt_bias: Tensor | None,
+) -> None:
+    """x, dt, gate [T, C], decay [C, D], key, query [T, D], skip, dt_bias [C], pool [N, C, D] float32."""
+    if x.dim() == key.dim() == 2:
+        (tokens, channels), (rows, size) = x.shape, key.shape
+        fits = rows == tokens and size > 0 and query.shape == key.shape and dt.shape == x.shape
+        fits = fits and (gate is None or gate.shape == x.shape) and decay.shape == pool.shape[1:] == (channels, size)
+        if fits and all(part is None or part.shape == (channels,) for part in (skip, dt_bias)):
+            return _check_states("selective_scan", pool, meta)
+    raise _refusal("selective_scan", x, dt, decay, key, query, pool)
+
+
+def _check_states(op: str, pool: Tensor, meta: StateMeta) -> None:
+    """A contiguous pool in float32, and slots of every sequence."""
+    tables = (meta.query_starts, meta.reads, meta.writes)
+    whole = pool.dtype is torch.float32 and all(part.is_contiguous() and part.is_cpu for part in (pool, *tables))
+    sequences = meta.reads.shape[0]
+    shapes = meta.query_starts.shape == (sequences + 1,) and meta.writes.shape == (sequences,)
+    if not whole or not shapes or {table.dtype for table in tables} != {torch.int32}:
+        raise _refusal(op, pool, *tables)
+
+
+def check_gated_norm(x: Tensor, gate: Tensor, weight: Tensor, group: int | None) -> None:
+    """x, gate [..., N], weight [N], N a multiple of the group."""
+    check_norm(x, weight)
+    if gate.shape != x.shape or (group is not None and (group < 1 or weight.shape[0] % group)):
+        raise _refusal("gated_rms_norm", x, gate, weight)
+
+
 def _refusal(op: str, *tensors: Tensor) -> KernelArgumentError:
     given = ", ".join(f"{tensor.dtype} {list(tensor.shape)}" for tensor in tensors)
     return KernelArgumentError(f"{op}: its arguments do not fit each other: {given} (see headrace_kernels.ops).")

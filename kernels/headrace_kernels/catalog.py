@@ -99,6 +99,11 @@ CAUSAL_CONV: Op[Callable[[Tensor, Tensor, Tensor, StateMeta, Tensor | None, bool
 DELTA_RULE: Op[Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, StateMeta], Tensor]] = _op(
     "recurrent", "delta_rule", fast=("cpu",)
 )
+SSD: Op[Callable[..., Tensor]] = _op("scans", "ssd", fast=("cpu",))
+SELECTIVE_SCAN: Op[Callable[..., Tensor]] = _op("scans", "selective_scan", fast=("cpu",))
+GATED_RMS_NORM: Op[Callable[[Tensor, Tensor, Tensor, float, int | None, bool], Tensor]] = _op(
+    "scans", "gated_rms_norm", fast=("cpu",)
+)
 GUMBEL_NOISE_AT: Op[Callable[[Tensor, Tensor], Tensor]] = _op("noise", "gumbel_noise_at")
 GUMBEL_ARGMAX: Op[Callable[[Tensor, Tensor], Tensor]] = _op("noise", "gumbel_argmax")
 

@@ -89,6 +89,57 @@ def delta_rule(
     return catalog.DELTA_RULE.best(value)(query, key, value, decay, beta, pool, meta)
 
 
+def ssd(
+    x: Tensor,
+    dt: Tensor,
+    decay: Tensor,
+    key: Tensor,
+    query: Tensor,
+    pool: Tensor,
+    meta: StateMeta,
+    skip: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+) -> Tensor:
+    """Structured state space duality, Mamba-2 (Dao, Gu 2024, arXiv:2405.21060), over states [N, H, E, D] float32.
+
+    x [T, H, E], dt [T, H], decay [H], key (B) and query (C) [T, G, D], skip (D) and dt_bias [H] -> [T, H, E] float32.
+    The step of a token is softplus(dt + dt_bias) within dt_limit. H is a multiple of G; head h reads key and query
+    h // (H / G).
+    """
+    return catalog.SSD.best(x)(x, dt, decay, key, query, pool, meta, skip, dt_bias, dt_limit)
+
+
+def selective_scan(
+    x: Tensor,
+    dt: Tensor,
+    decay: Tensor,
+    key: Tensor,
+    query: Tensor,
+    pool: Tensor,
+    meta: StateMeta,
+    skip: Tensor | None = None,
+    gate: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+) -> Tensor:
+    """Selective state spaces, Mamba-1 (Gu, Dao 2023, arXiv:2312.00752), over the states in pool [N, C, D] float32.
+
+    x, dt, gate (z) [T, C], decay [C, D], key (B) and query (C) [T, D], skip (D) and dt_bias [C] -> [T, C] float32,
+    times silu(gate). The step of a token is softplus(dt + dt_bias).
+    """
+    return catalog.SELECTIVE_SCAN.best(x)(x, dt, decay, key, query, pool, meta, skip, gate, dt_bias)
+
+
+def gated_rms_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, group: int | None = None, gate_first: bool = True
+) -> Tensor:
+    """rms_norm(x silu(gate)), or rms_norm(x) silu(gate) unless gate_first: x, gate [..., N], weight [N] -> [..., N].
+
+    Roots of mean squares are over groups of N, all of it by default.
+    """
+    return catalog.GATED_RMS_NORM.best(x)(x, gate, weight, eps, group, gate_first)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., N] divided by its root mean square over N, times weight [N]."""
     return catalog.RMS_NORM.best(x)(x, weight, eps)

@@ -12,6 +12,7 @@ import torch
 
 from headrace_kernels import catalog
 from headrace_kernels.arguments import KernelArgumentError
+from headrace_kernels.meta import StateMeta
 from support.kernels.attention_case import Case, make_attention_case
 
 ATTENTION = catalog.PAGED_ATTENTION.available()
@@ -140,6 +141,8 @@ def test_shapes_that_do_not_fit_are_refused_by_attention(backend: str, change: C
 _HEADS, _TABLE = torch.zeros(3, 4, 16), torch.zeros(3, 8)
 _POOL, _SLOTS = torch.zeros(2, 3, 4, 8, 16), torch.zeros(3, dtype=torch.int64)
 _KEYS = torch.zeros(3, dtype=torch.int64)
+_STATES = torch.zeros(2, 4, 16, 16)
+_SEQUENCE = StateMeta(*(torch.tensor(values, dtype=torch.int32) for values in ([0, 3], [0], [1])))
 UNFIT: list[tuple[Any, tuple[Any, ...]]] = [
     (catalog.WRITE_KV, (_HEADS, _HEADS[:, :3], _POOL, _SLOTS)),
     (catalog.WRITE_KV, (_HEADS, _HEADS, _POOL, _SLOTS[:2])),
@@ -148,6 +151,12 @@ UNFIT: list[tuple[Any, tuple[Any, ...]]] = [
     (catalog.RMS_NORM, (_TABLE, torch.ones(9), 1e-5)),
     (catalog.ADD_RMS_NORM, (_TABLE, _TABLE, torch.ones(7), 1e-5)),
     (catalog.SILU_MUL, (_TABLE[:, :7],)),
+    (catalog.GATED_RMS_NORM, (_TABLE, _TABLE[:2], torch.ones(8), 1e-5)),
+    (catalog.GATED_RMS_NORM, (_TABLE, _TABLE, torch.ones(8), 1e-5, 3)),
+    (catalog.SSD, (_HEADS, _TABLE[:, :3], torch.zeros(4), _HEADS[:, :2], _HEADS[:, :2], _STATES, _SEQUENCE)),
+    (catalog.SSD, (_HEADS, _TABLE[:, :4], torch.zeros(4), _HEADS[:, :3], _HEADS[:, :3], _STATES, _SEQUENCE)),
+    (catalog.SSD, (_HEADS, _TABLE[:, :4], torch.zeros(4), _HEADS, _HEADS, _STATES.half(), _SEQUENCE)),
+    (catalog.SELECTIVE_SCAN, (_TABLE, _TABLE, _TABLE.t(), _TABLE[:, :2], _TABLE[:, :2], _TABLE[None], _SEQUENCE)),
     (catalog.GUMBEL_NOISE_AT, (_KEYS, torch.zeros(4, 2, dtype=torch.int64))),
     (catalog.GUMBEL_ARGMAX, (_TABLE, _KEYS[:2])),
 ]

@@ -35,6 +35,9 @@ _SIGNATURES = {
     "headrace_packed_rows": "ppipiiiiiiff",
     "headrace_causal_conv": "ppipppiiiiiipppii",
     "headrace_delta_rule": "ppipipipippiiiiiipppii",
+    "headrace_ssd": "ppipippipippffpipppiiiiiii",
+    "headrace_selective_scan": "ppipippipippippipppiiiii",
+    "headrace_gated_rms_norm": "ppipipiiifii",
     "headrace_row_logsumexp": "ppiiii",
     "headrace_row_max": "pppiiii",
     "headrace_gumbel_noise_at": "pppii",
@@ -47,6 +50,7 @@ _SIGNATURES = {
 _RETURN_NUMBER = {
     "headrace_attention", "headrace_write_kv", "headrace_layers", "headrace_layer_bytes",
     "headrace_has_bfloat16_products", "headrace_packed_rows", "headrace_causal_conv", "headrace_delta_rule",
+    "headrace_ssd", "headrace_selective_scan",
 }  # fmt: skip
 UNSUPPORTED = 1  # valid, but beyond what the C++ code was written for: torch runs instead
 _REFUSALS = {

@@ -18,7 +18,7 @@ def causal_conv(
     """
     taps = weight.t().float()
     out = torch.zeros_like(x)
-    for start, stop, read, write in _pieces(meta):
+    for start, stop, read, write in pieces(meta):
         window = torch.cat([pool[read], x[start:stop]])
         total = taps.new_zeros(stop - start, x.shape[1]) if bias is None else bias.float().expand(stop - start, -1)
         for tap in range(len(taps)):
@@ -44,7 +44,7 @@ def delta_rule(
     v, b, kept = value.float(), beta.float(), decay.float().exp()
     kept = kept[..., None, None] if kept.dim() == 2 else kept[..., None]
     out = torch.zeros_like(v)
-    for start, stop, read, write in _pieces(meta):
+    for start, stop, read, write in pieces(meta):
         state = pool[read]
         for token in range(start, stop):
             state = state * kept[token]
@@ -57,7 +57,7 @@ def delta_rule(
     return out
 
 
-def _pieces(meta: StateMeta) -> Iterator[tuple[int, int, int, int]]:
+def pieces(meta: StateMeta) -> Iterator[tuple[int, int, int, int]]:
     """The tokens [start, stop) of each sequence that has some, and the slots that it reads and writes."""
     starts = meta.query_starts.tolist()
     for start, stop, read, write in zip(

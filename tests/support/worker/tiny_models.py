@@ -67,17 +67,93 @@ _FOUR_EXPERTS: dict[str, Any] = {
     "shared_expert_intermediate_size": 32,
 }
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25, "mrope_section": [1, 1, 0]}
+_MAMBA_2: dict[str, Any] = {
+    "hidden_size": 64,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 8,
+}
 RECURRENT: dict[str, dict[str, Any]] = {
     "qwen3_next": {**_DELTA_RULE, **_FOUR_EXPERTS},
     "qwen3_5_text": {**_DELTA_RULE, "rope_parameters": _ROPE},
     # Sizes of no whole vectors: torch's activations differ in their last bits between the body and the rest of a row.
     "qwen3_5_text-odd": {**_DELTA_RULE, "model_type": "qwen3_5_text", "rope_parameters": _ROPE, **_ODD},
     "qwen3_5_moe_text": {**_DELTA_RULE, **_FOUR_EXPERTS, "rope_parameters": _ROPE},
+    "olmo_hybrid": {**_DELTA_RULE, "layer_types": ["linear_attention", "full_attention"] * 2},
+    "lara_mini": {
+        **_DELTA_RULE,
+        **_FOUR_EXPERTS,
+        "layer_types": ["linear_attention", "sliding_attention", "linear_attention", "full_attention"],
+        "sliding_window": 9,
+    },
+    "bamba": {**_MAMBA_2, "attn_layer_indices": [1], "mamba_n_groups": 1},
+    "granitemoehybrid": {
+        **_MAMBA_2,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "num_local_experts": 0,
+        "shared_intermediate_size": 96,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 4.0,
+    },
+    "falcon_h1": {
+        **_MAMBA_2,
+        "mamba_d_ssm": 128,
+        "mamba_rms_norm": True,
+        "ssm_multipliers": [0.5, 1.5, 1.0, 0.75, 1.25],
+    },
+    "nemotron_h": {
+        "hidden_size": 64,
+        "layers_block_type": ["linear_attention", "full_attention", "mlp", "linear_attention"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 16,
+        "n_groups": 2,
+        "chunk_size": 8,
+        "head_dim": 16,
+    },
+    "jamba": {"hidden_size": 64, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 16, "num_experts": 1},
+    "lfm2": {"hidden_size": 64, "layer_types": ["conv", "full_attention", "conv"]},
+    "lfm2_moe": {
+        "hidden_size": 64,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "num_dense_layers": 1,
+    },
+    "lfm3": {
+        "hidden_size": 64,
+        "num_attention_heads": 16,
+        "head_dim": 16,
+        "layer_types": ["conv", "full_attention", "conv", "sliding_attention"],
+        "num_hidden_layers": 4,
+        "sliding_window": 9,
+    },
+}
+_IMAGES = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+# Checkpoints with images whose language model keeps recurrent state: its family, and other fields.
+RECURRENT_WITH_IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
+    "lfm2_vl": ("lfm2", {"vision_config": _IMAGES | {"model_type": "siglip2_vision_model"}}),
+    "nemotron_h_omni": ("nemotron_h", {"vision_config": _IMAGES | {"video_temporal_patch_size": 2}}),
 }
 
 
 def save_tiny(family: str, folder: Path) -> Path:
     """Saves a tiny random model of a family."""
+    if family in RECURRENT_WITH_IMAGES:
+        text, others = RECURRENT_WITH_IMAGES[family]
+        return save_random(
+            {"model_type": family, "text_config": {"model_type": text} | TINY | RECURRENT[text]} | others, folder
+        )
     return save_random({"model_type": family} | TINY | {**FAMILIES, **RECURRENT}[family], folder)
 
 

@@ -95,10 +95,21 @@ def test_unsupported_models_are_refused_by_name(fields: dict[str, Any], sentence
         load(replica_config(folder, load_format="dummy"))
 
 
-@pytest.mark.parametrize("kind", ["rwkv", "recurrent_gemma", "jamba", "bamba", "falcon_mamba"])
-def test_recurrent_families_are_refused(kind: str) -> None:
-    with pytest.raises(ModelUnsupportedError, match=r"attention|decoder"):
-        build_meta(AutoConfig.for_model(kind), torch.float32)
+@pytest.mark.parametrize(
+    ("kind", "fields", "sentence"),
+    [
+        ("rwkv", {}, "keep recurrent state of a kind that is not served"),
+        ("recurrent_gemma", {}, "keep recurrent state of a kind that is not served"),
+        ("falcon_mamba", {}, "keep recurrent state alone"),
+        ("zamba2", {}, "share the modules of attention between layers"),
+        ("kimi_linear", {}, "compress keys and values"),
+        ("bamba", {"attn_layer_indices": []}, "no layer of attention, but recurrent state alone"),
+        ("jamba", {"num_hidden_layers": 4}, "no layer of attention, but recurrent state alone"),
+    ],
+)
+def test_recurrent_models_are_refused(kind: str, fields: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ModelUnsupportedError, match=sentence):
+        build_meta(AutoConfig.for_model(kind, **fields), torch.float32)
 
 
 def test_dummy_without_weights_or_tokenizer(tmp_path: Path, tiny: Callable[[str], Path]) -> None:

@@ -6,7 +6,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
+from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGated
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
 from headrace_worker.comm.parallel_context import ParallelContext, SingleRank
 from headrace_worker.model.cache_layout import cache_layout, layer_windows
@@ -24,6 +27,9 @@ FUSED = {  # family -> modules of each kind that replace the original ones, of 3
     "gemma3_text": {"FusedAttention": 6, "FusedMlp": 6, "FusedLayer": 6},
     "phi3": {"FusedAttention": 3, "FusedMlp": 3, "FusedLayer": 3, "FusedRmsNorm": 7},
     "granite": {"FusedAttention": 3, "FusedMlp": 3, "FusedLayer": 3, "FusedRmsNorm": 7},
+    "granitemoehybrid": {"FusedAttention": 1, "FusedRmsNorm": 7, "FusedGatedNorm": 2},
+    "bamba": {"FusedAttention": 1, "FusedMlp": 3, "FusedRmsNorm": 7, "FusedGatedNorm": 2},
+    "falcon_h1": {"FusedAttention": 3, "FusedMlp": 3, "FusedRmsNorm": 7, "FusedGatedNorm": 3},
 }
 
 
@@ -41,6 +47,28 @@ def test_no_weight_is_kept_twice(load_tiny: Callable[..., LoadedModel]) -> None:
     packed = sum(held.values())
     rotary = sum(b.nbytes for n, b in model.module.named_buffers() if "inv_freq" in n)
     assert packed - rotary <= model.weight_bytes * 1.01
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        BambaRMSNormGated(36, group_size=12),
+        BambaRMSNormGated(36, group_size=36),
+        FalconH1RMSNormGated(36, n_groups=3, norm_before_gate=True),
+        FalconH1RMSNormGated(36, n_groups=2, norm_before_gate=False),
+        Qwen3NextRMSNormGated(36),
+    ],
+    ids=lambda norm: f"{type(norm).__name__}",
+)
+@torch.no_grad()
+def test_norms_with_a_gate(norm: nn.Module) -> None:
+    torch.manual_seed(3)
+    nn.init.normal_(norm.get_parameter("weight"))
+    fused = fuse_norm(norm)
+    x, gate = torch.randn(1, 7, 36), torch.randn(1, 7, 40)[..., :36]
+    assert fused is not None
+    torch.testing.assert_close(fused(x, gate), norm(x, gate))
+    assert torch.equal(fused(x[:, 3:4], gate[:, 3:4]), fused(x, gate)[:, 3:4])
 
 
 def test_similar_modules_with_other_results_stay_unchanged() -> None:

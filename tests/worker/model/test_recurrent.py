@@ -10,18 +10,24 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from torch import nn
+from transformers import AutoConfig
+from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDeltaAttention
 
+from headrace_kernels.meta import StateMeta
 from headrace_proto.errors import ModelUnsupportedError
 from headrace_proto.role import Role
 from headrace_worker.core.plan import RowSampling
+from headrace_worker.model.attention import StepContext, step_context
 from headrace_worker.model.headers import check_length, read_headers
 from headrace_worker.model.load import LoadedModel, load
+from headrace_worker.model.recurrent import redirect_module
 from headrace_worker.model.source import resolve
 from headrace_worker.offline import Completion, OfflineEngine, Prompt
-from support.worker.tiny_models import replica_config
+from support.worker.tiny_models import RECURRENT, RECURRENT_WITH_IMAGES, TINY, auto_class, replica_config
 
-FAMILIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_text-odd", "qwen3_5_moe_text")
+# Beside them torch computes experts, or the steps of Mamba-1 (jamba), in products whose bits depend on the batch.
+EXACT = ("qwen3_5_text", "olmo_hybrid", "bamba", "granitemoehybrid", "falcon_h1", "nemotron_h", "lfm2", "lfm3")
 GREEDY = RowSampling(temperature=0.0, logprobs=1)
 NEW = 10
 
@@ -30,7 +36,8 @@ class Subject:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.loaded: LoadedModel = load(replica_config(folder))
-        self.plain: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        config = AutoConfig.from_pretrained(folder)
+        self.plain: Any = auto_class(config).from_pretrained(folder, dtype=torch.float32).eval()
 
     def engine(self, **options: Any) -> OfflineEngine:
         defaults = {"max_num_seqs": 8, "max_model_len": 96, "kv_cache_memory": 8 << 20, "max_num_batched_tokens": 512}
@@ -47,7 +54,7 @@ class Subject:
         return tokens
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=RECURRENT)
 def subject(request: pytest.FixtureRequest, tiny: Callable[[str], Path]) -> Subject:
     return Subject(tiny(request.param))
 
@@ -73,9 +80,9 @@ def run(
 
 
 def bits(subject: Subject, completions: Sequence[Completion]) -> list[Any]:
-    """Tokens, and log-probabilities unless torch computes experts, whose products depend on the batch."""
-    has_experts = "num_experts" in subject.loaded.config.to_dict()
-    return [(done.token_ids, [] if has_experts else [entry.logprob for entry in done.logprobs]) for done in completions]
+    """Tokens, and log-probabilities unless torch computes parts whose bits depend on the batch."""
+    exact = subject.loaded.config.model_type in EXACT
+    return [(done.token_ids, [entry.logprob for entry in done.logprobs] if exact else []) for done in completions]
 
 
 def test_alone_in_a_batch_in_chunks_and_preempted(subject: Subject, prompts: list[list[int]]) -> None:
@@ -144,6 +151,35 @@ def test_after_failed_steps_requests_start_again(subject: Subject, prompts: list
     finally:
         runner._compute = forward
     assert calls > 9
+
+
+@pytest.mark.parametrize("family", RECURRENT_WITH_IMAGES)
+def test_the_language_models_of_checkpoints_with_images(
+    family: str, tiny: Callable[[str], Path], prompts: list[list[int]]
+) -> None:
+    subject = Subject(tiny(family))
+    done = run(subject.engine(), prompts[:3])
+    assert [completion.token_ids for completion in done] == [subject.expected(prompt) for prompt in prompts[:3]]
+
+
+def test_kimi_delta_attention() -> None:
+    """The module alone: the families that have it also compress keys and values, which is not served."""
+    sizes = {"linear_num_heads": 4, "linear_head_dim": 8, "layer_types": ["linear_attention"] * 3}
+    torch.manual_seed(4)
+    module = KimiLinearDeltaAttention(AutoConfig.for_model("kimi_linear", **TINY | sizes), 1).eval()
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    hidden = torch.randn(1, 19, 48)
+    with torch.inference_mode():
+        expected = module(hidden)
+        specs = redirect_module(module, 1)
+        states = {(spec.layer, spec.kind): torch.zeros(3, *spec.shape) for spec in specs}
+        found = []
+        for start, stop, read, write in ((0, 7, 0, 1), (7, 8, 1, 1), (8, 19, 1, 2)):
+            meta = StateMeta(*(torch.tensor(x, dtype=torch.int32) for x in ([0, stop - start], [read], [write])))
+            with step_context(StepContext({}, [], states=states, state_meta=meta)):
+                found.append(module(hidden[:, start:stop]))
+    torch.testing.assert_close(torch.cat(found, 1), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -35,31 +35,46 @@ def compute_buffers(model: PreTrainedModel, device: torch.device) -> None:
         ]
         if not names:
             continue
-        runs = []
-        for initial in (0, 1):
-            for name in names:
-                like = module._buffers[name]
-                assert like is not None
-                module._buffers[name] = torch.full_like(like, initial, device="cpu")
-            try:
-                initializer._init_weights(module)
-            except Exception as error:
-                raise ModelUnsupportedError(
-                    f"The buffers of {prefix or type(model).__name__} cannot be computed from the config "
-                    f"({type(error).__name__}): this model is not supported."
-                ) from error
-            runs.append({name: module._buffers[name] for name in names})
+        # Some models fill buffers of their layers.
+        for parts in ((module,), (module, initializer)):
+            unknown = _compute(prefix, module, names, initializer, parts)
+            if not unknown:
+                break
+        else:
+            raise ModelLoadError(f"Buffer {prefix}.{unknown[0]} is not computed from the config: unsupported model.")
         for name in names:
-            first, second = runs[0][name], runs[1][name]
-            assert first is not None and second is not None
-            if not torch.equal(first, second):
-                raise ModelLoadError(f"Buffer {prefix}.{name} is not computed from the config: unsupported model.")
-            module._buffers[name] = second.to(device)
+            module._buffers[name] = _present(module._buffers[name]).to(device)
     for module in model.modules():
         # Attributes outside the buffer tables that must equal the buffers.
         inv_freq = module._buffers.get("inv_freq")
         if inv_freq is not None and isinstance(getattr(module, "original_inv_freq", None), torch.Tensor):
             module.original_inv_freq = inv_freq.clone()
+
+
+def _compute(
+    prefix: str, module: nn.Module, names: list[str], initializer: PreTrainedModel, parts: tuple[nn.Module, ...]
+) -> list[str]:
+    """Computes buffers of a module by initializing these parts of a model; returns those that are not computed so."""
+    runs = []
+    for initial in (0, 1):
+        for name in names:
+            module._buffers[name] = torch.full_like(_present(module._buffers[name]), initial, device="cpu")
+        try:
+            for part in parts:
+                initializer._init_weights(part)
+        except Exception as error:
+            raise ModelUnsupportedError(
+                f"The buffers of {prefix or type(initializer).__name__} cannot be computed from the config "
+                f"({type(error).__name__}): this model is not supported."
+            ) from error
+        runs.append({name: module._buffers[name] for name in names})
+    first, second = runs
+    return [name for name in names if not torch.equal(_present(first[name]), _present(second[name]))]
+
+
+def _present(buffer: torch.Tensor | None) -> torch.Tensor:
+    assert buffer is not None
+    return buffer
 
 
 def scale_rotary(model: nn.Module, factors: torch.Tensor) -> None:

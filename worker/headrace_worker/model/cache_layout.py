@@ -6,7 +6,7 @@ from headrace_proto.errors import ModelUnsupportedError
 from headrace_worker.comm.parallel_context import SINGLE, ParallelContext
 from headrace_worker.core.layout import CacheGroupSpec, CacheLayout, StateSpec
 from headrace_worker.model.config_sizes import config_size, optional_size
-from headrace_worker.model.refusals import check_layer_types
+from headrace_worker.model.refusals import ATTENTION_TYPES, check_layer_types
 from headrace_worker.model.sharding.places import local_kv_heads, stage_layers
 
 
@@ -70,7 +70,7 @@ def head_size(config: Any) -> int:
 
 
 def layer_windows(config: Any) -> list[int | None]:
-    """Per layer the number of tokens a query attends to, itself included; 0 = all, None = it keeps a state instead."""
+    """Per layer the number of tokens a query attends to, itself included; 0 = all, None = it does not attend."""
     layers = config_size(config, "num_hidden_layers")
     sliding = optional_size(config, "sliding_window")
     kinds = getattr(config, "layer_types", None)
@@ -84,5 +84,5 @@ def layer_windows(config: Any) -> list[int | None]:
     check_layer_types(config)
     if "sliding_attention" in kinds and not sliding:
         raise ModelUnsupportedError(f"This {config.model_type} model has sliding layers, but no sliding_window.")
-    window_of = {"sliding_attention": sliding, "linear_attention": None}
-    return [window_of.get(kind, 0) for kind in kinds]
+    windows = dict.fromkeys(ATTENTION_TYPES, 0) | {"sliding_attention": sliding}
+    return [windows.get(kind) for kind in kinds]

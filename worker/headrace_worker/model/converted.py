@@ -1,12 +1,12 @@
-"""Checkpoints whose tensors are stored in other pieces than the model has: routed experts, one by one.
+"""Checkpoints whose tensors are stored in other pieces than the model has: routed experts, one by one; projections.
 
-transformers defines for each family which stored names make which tensor, and how. Two operations are supported, which
-cover the mixtures of experts: the tensors of a numbered list are stacked, and those of several lists concatenated. The
-result is read by part as any other tensor: only the requested experts and rows.
+transformers defines for each family which stored names make which tensor, and how. Three forms are supported: the
+tensors of a numbered list are stacked, and those of several lists concatenated; tensors are concatenated; one tensor is
+split. The result is read by part as any other tensor: only the requested experts and rows.
 """
 
 import re
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,24 +19,86 @@ from headrace_proto.errors import ModelLoadError, ModelUnsupportedError
 from headrace_worker.model.sharding.cuts import Cut, Cuts, spans_of
 from headrace_worker.model.weights import Weights, join
 
+_Spans = tuple[tuple[int, int], ...]  # one of each dimension
+
 
 @dataclass(slots=True)
-class _Stack:
-    """A tensor made of stored ones: `parts[i][e]` is list i's tensor of expert e, stacked along a new dimension 0.
+class _Joined:
+    """A tensor made of stored ones: those of `parts`, each of which has numbers from 0, concatenated along `dim`.
 
-    The stacks of several lists are concatenated along `dim` of the result.
+    stacked: the tensors of a part are stacked along a new dimension 0 first; otherwise it has one.
     """
 
     dim: int
+    stacked: bool
     parts: list[dict[int, str]] = field(default_factory=list)
+
+    def check(self, name: str, stored: Weights) -> None:
+        """Raises ModelLoadError unless all its tensors are stored."""
+        whole = set(range(max(len(part) for part in self.parts)))
+        shapes = {stored.shape(entry) for part in self.parts for entry in part.values()}
+        if not self.stacked:
+            shapes = {shape[: self.dim] + shape[self.dim + 1 :] for shape in shapes}
+        if any(set(part) != whole for part in self.parts) or len(shapes) != 1:
+            what = "experts" if self.stacked else "parts"
+            raise ModelLoadError(f"The checkpoint lacks {what} of {name!r}: it is incomplete, download it again.")
+
+    def shape(self, stored: Weights) -> tuple[int, ...]:
+        first = stored.shape(self.parts[0][0])
+        whole = [len(self.parts[0]), *first] if self.stacked else [*first]
+        whole[self.dim] = sum(self._length(part, stored) for part in self.parts)
+        return tuple(whole)
+
+    def read(self, stored: Weights, spans: _Spans) -> Tensor:
+        pieces = []
+        offset = 0
+        for part in self.parts:
+            length = self._length(part, stored)
+            first, stop = (min(max(edge - offset, 0), length) for edge in spans[self.dim])
+            offset += length
+            if first == stop:
+                continue
+            inner = [*spans]
+            inner[self.dim] = (first, stop)
+            if self.stacked:
+                cuts = _cuts(inner[1:])
+                pieces.append(torch.stack([stored.read(part[index], cuts) for index in range(*spans[0])]))
+            else:
+                pieces.append(stored.read(part[0], _cuts(inner)))
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
+
+    def _length(self, part: dict[int, str], stored: Weights) -> int:
+        return stored.shape(part[0])[self.dim - self.stacked]
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A part of a stored tensor: from `start` on along `dim`."""
+
+    entry: str
+    dim: int
+    start: int
+    size: tuple[int, ...]
+
+    def shape(self, _stored: Weights) -> tuple[int, ...]:
+        return self.size
+
+    def read(self, stored: Weights, spans: _Spans) -> Tensor:
+        inner = [*spans]
+        inner[self.dim] = (spans[self.dim][0] + self.start, spans[self.dim][1] + self.start)
+        return stored.read(self.entry, _cuts(inner))
+
+
+def _cuts(spans: Sequence[tuple[int, int]]) -> Cuts:
+    return tuple(Cut(dim, (span,)) for dim, span in enumerate(spans))
 
 
 class ConvertedWeights:
     """A checkpoint under the model's names."""
 
-    def __init__(self, stored: Weights, names: dict[str, str], stacks: dict[str, _Stack]) -> None:
+    def __init__(self, stored: Weights, names: dict[str, str], made: Mapping[str, _Joined | _Piece]) -> None:
         """`names`: for each tensor that is stored in one piece, the model's name -> the stored name."""
-        self._stored, self._names, self._stacks = stored, names, stacks
+        self._stored, self._names, self._made = stored, names, made
 
     @property
     def read_bytes(self) -> int:
@@ -44,51 +106,30 @@ class ConvertedWeights:
 
     def __iter__(self) -> Iterator[str]:
         yield from self._names
-        yield from self._stacks
+        yield from self._made
 
     def shape(self, name: str) -> tuple[int, ...]:
         if name in self._names:
             return self._stored.shape(self._names[name])
-        stack = self._stacks[name]
-        whole = [len(stack.parts[0]), *self._stored.shape(stack.parts[0][0])]
-        whole[stack.dim] = sum(self._stored.shape(part[0])[stack.dim - 1] for part in stack.parts)
-        return tuple(whole)
+        return self._made[name].shape(self._stored)
 
     def read(self, name: str, cuts: Cuts = ()) -> Tensor:
         if name in self._names:
             return self._stored.read(self._names[name], cuts)
-        stack = self._stacks[name]
         ranges = [spans_of(cuts, dim, size) for dim, size in enumerate(self.shape(name))]
-        return join(ranges, lambda spans: self._read_block(stack, spans))
+        return join(ranges, lambda spans: self._made[name].read(self._stored, spans))
 
     def packed_share(self, name: str) -> float:
         return self._stored.packed_share(self._names[name]) if name in self._names else 1.0
-
-    def _read_block(self, stack: _Stack, spans: tuple[tuple[int, int], ...]) -> Tensor:
-        """One span of each dimension."""
-        pieces = []
-        offset = 0
-        for part in stack.parts:
-            length = self._stored.shape(part[0])[stack.dim - 1]
-            first, stop = (min(max(edge - offset, 0), length) for edge in spans[stack.dim])
-            offset += length
-            if first == stop:
-                continue
-            inner = list(spans[1:])
-            inner[stack.dim - 1] = (first, stop)
-            cuts = tuple(Cut(dim, (span,)) for dim, span in enumerate(inner))
-            experts = [self._stored.read(part[index], cuts) for index in range(*spans[0])]
-            pieces.append(torch.stack(experts))
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, stack.dim)
 
 
 def converted(
     stored: Weights,
     model: PreTrainedModel,
-    wanted: Container[str],
+    wanted: Mapping[str, tuple[int, ...]],
     own_name: Callable[[str], str | None] | None = None,
 ) -> Weights:
-    """The checkpoint under the names of a model, `wanted`; `stored` itself when its names are the same.
+    """The checkpoint under the names of a model, `wanted`, whose shapes it has; `stored` itself if names are the same.
 
     own_name: of a stored tensor in a checkpoint with other models beside this one; None for a tensor of these.
 
@@ -99,7 +140,7 @@ def converted(
     for owner in dict.fromkeys((type(model).__name__, type(model.base_model).__name__, family)):
         rules += get_checkpoint_conversion_mapping(owner) or []
     names: dict[str, str] = {}
-    stacks: dict[str, _Stack] = {}
+    made: dict[str, _Joined | _Piece] = {}
     unread = False
     for entry in stored:
         name = entry if own_name is None else own_name(entry)
@@ -115,36 +156,55 @@ def converted(
             for pattern, target in zip(rule.source_patterns, rule.target_patterns, strict=False):
                 name = re.sub(pattern, target, name)
         for rule in rules:
-            if getattr(rule, "operations", None) and _collect(rule, name, entry, stacks, family):
+            if getattr(rule, "operations", None) and _collect(rule, name, entry, made, stored, wanted, family):
                 break
         else:
             names[name] = entry
-    for name, stack in stacks.items():
-        whole = set(range(len(stack.parts[0])))
-        shapes = {stored.shape(entry) for part in stack.parts for entry in part.values()}
-        if any(set(part) != whole for part in stack.parts) or len(shapes) != 1:
-            raise ModelLoadError(f"The checkpoint lacks experts of {name!r}: it is incomplete, download it again.")
-    if not stacks and not unread and all(name == entry for name, entry in names.items()):
+    for name, source in made.items():
+        if isinstance(source, _Joined):
+            source.check(name, stored)
+    if not made and not unread and all(name == entry for name, entry in names.items()):
         return stored
-    return ConvertedWeights(stored, names, stacks)
+    return ConvertedWeights(stored, names, made)
 
 
-def _collect(rule: Any, name: str, entry: str, stacks: dict[str, _Stack], family: str) -> bool:
-    """Add a stored tensor to the stack of a rule; False when the rule does not apply."""
+def _collect(
+    rule: Any,
+    name: str,
+    entry: str,
+    made: dict[str, _Joined | _Piece],
+    stored: Weights,
+    wanted: Mapping[str, tuple[int, ...]],
+    family: str,
+) -> bool:
+    """Adds a stored tensor to what a rule makes of it; False when the rule does not apply."""
     for position, pattern in enumerate(rule.source_patterns):
         found = re.search(re.escape(pattern).replace(r"\*", r"(\d+)"), name)
         if not found:
             continue
         kinds = [type(operation).__name__ for operation in rule.operations]
-        stacked = bool(found.groups()) and rule.operations[0].dim == 0
-        if kinds not in (["MergeModulelist"], ["MergeModulelist", "Concatenate"]) or not stacked:
+        targets = [name[: found.start()] + target + name[found.end() :] for target in rule.target_patterns]
+        numbered = bool(found.groups())
+        if kinds == ["Split"] and not numbered and all(target in wanted for target in targets):
+            dim, start = rule.operations[0].dim, 0
+            for target in targets:
+                made[target] = _Piece(entry, dim, start, wanted[target])
+                start += wanted[target][dim]
+            if start != stored.shape(entry)[dim]:
+                raise ModelLoadError(
+                    f"{entry!r} of the checkpoint has shape {list(stored.shape(entry))}, but the config requires "
+                    f"{start} in dimension {dim}."
+                )
+            return True
+        lists = kinds[0] == "MergeModulelist" and rule.operations[0].dim == 0 and kinds[1:] in ([], ["Concatenate"])
+        if not (lists if numbered else kinds == ["Concatenate"]) or len(targets) != 1:
             raise ModelUnsupportedError(
                 f"The checkpoint stores {entry!r} in a form of {family} that is not read ({', '.join(kinds)}): "
                 "load it with transformers and save it again."
             )
-        target = name[: found.start()] + rule.target_patterns[0] + name[found.end() :]
-        dim = rule.operations[1].dim if len(kinds) == 2 else 1
-        stack = stacks.setdefault(target, _Stack(dim, [{} for _ in rule.source_patterns]))
-        stack.parts[position][int(found[1])] = entry
+        dim = rule.operations[-1].dim if kinds[-1] == "Concatenate" else 1  # 1: of a single list
+        source = made.setdefault(targets[0], _Joined(dim, numbered, [{} for _ in rule.source_patterns]))
+        assert isinstance(source, _Joined)
+        source.parts[position][int(found[1]) if numbered else 0] = entry
         return True
     return False

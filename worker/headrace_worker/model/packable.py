@@ -4,7 +4,9 @@ They take the place of transformers' own while a model is changed. Until it is p
 all of its values, which are made for each call: it is only called to compare a replacement with it.
 """
 
+import ast
 import inspect
+import textwrap
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -163,7 +165,17 @@ def reads_weight(parent: nn.Module, child: str) -> bool:
 
 @cache
 def _source(forward: Callable[..., Any]) -> str:
+    """Without what runs in training alone."""
     try:
-        return inspect.getsource(forward)
-    except (OSError, TypeError):  # not from a file
+        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
+    except (OSError, TypeError, SyntaxError):  # not from a file
         return ""
+    return ast.unparse(_WithoutTraining().visit(tree))
+
+
+class _WithoutTraining(ast.NodeTransformer):
+    def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
+        self.generic_visit(node)
+        tests = node.test.values if isinstance(node.test, ast.BoolOp) and isinstance(node.test.op, ast.And) else []
+        training = any(ast.unparse(test) == "self.training" for test in (node.test, *tests))
+        return node.orelse if training else node

@@ -19,6 +19,7 @@ from headrace_proto.errors import ModelUnsupportedError
 from headrace_worker.comm.parallel_context import SINGLE, ParallelContext
 from headrace_worker.core.layout import StateSpec
 from headrace_worker.model.attention import StepContextError, current_step
+from headrace_worker.model.refusals import ATTENTION_TYPES, STATE_TYPES
 from headrace_worker.model.sharding.places import stage_layers
 
 _ACTIVATIONS = (None, "silu", "swish")
@@ -44,6 +45,54 @@ def _delta_rule(
     return out[None].to(query.dtype), None
 
 
+def _ssd(
+    layer: int,
+    x: Tensor,
+    dt: Tensor,
+    decay: Tensor,
+    key: Tensor,
+    query: Tensor,
+    *,
+    D: Tensor,
+    dt_bias: Tensor,
+    dt_limit: tuple[float, float],
+    dt_softplus: bool,
+    z: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    """x [1, T, H, E], dt [1, T, H], decay, D, dt_bias [H], key and query [1, T, G, N] -> [1, T, H, E] float32."""
+    _check_scan(layer, dt_softplus and z is None)
+    pool, meta = layer_state(layer, "recurrent")
+    return ops.ssd(x[0], dt[0], decay, key[0], query[0], pool, meta, D, dt_bias, dt_limit)[None]
+
+
+def _selective_scan(
+    layer: int,
+    x: Tensor,
+    dt: Tensor,
+    decay: Tensor,
+    key: Tensor,
+    query: Tensor,
+    *,
+    D: Tensor,
+    z: Tensor,
+    delta_bias: Tensor | None,
+    delta_softplus: bool,
+    **_: Any,
+) -> Tensor:
+    """x, dt, z [1, C, T], decay [C, N], key and query [1, N, T], D, delta_bias [C] -> [1, C, T] float32."""
+    _check_scan(layer, delta_softplus)
+    pool, meta = layer_state(layer, "recurrent")
+    rows = (part[0].t() for part in (x, dt, key, query, z))
+    x, dt, key, query, z = rows
+    return ops.selective_scan(x, dt, decay, key, query, pool, meta, D, z, delta_bias).t()[None]
+
+
+def _check_scan(layer: int, known: bool) -> None:
+    if not known:
+        raise StepContextError(f"Layer {layer} has a scan of a form that is not computed: this model is not supported.")
+
+
 def layer_state(layer: int, kind: str) -> tuple[Tensor, StateMeta]:
     """The slots of a layer's state, and which of them the sequences of the step read and write."""
     step = current_step()
@@ -52,53 +101,64 @@ def layer_state(layer: int, kind: str) -> tuple[Tensor, StateMeta]:
     return step.states[layer, kind], step.state_meta
 
 
-# By the names under which transformers' layers call them.
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "causal_conv1d_fn": _conv,
-    "torch_chunk_gated_delta_rule": _delta_rule,
+_CONVOLUTION = "causal_conv1d_fn"
+# By the names under which transformers' layers call them: what replaces them, and the shape of the state of a module.
+_SEQUENCE: dict[str, tuple[Callable[..., Any], Callable[[Any], tuple[int, ...]]]] = {
+    "torch_chunk_gated_delta_rule": (
+        _delta_rule,
+        lambda layer: (layer.num_v_heads, layer.head_k_dim, layer.head_v_dim),
+    ),
+    "chunk_kimi_delta_attention": (_delta_rule, lambda layer: (layer.num_heads, layer.head_dim, layer.head_dim)),
+    "mamba2_chunk_scan": (_ssd, lambda layer: (layer.num_heads, layer.head_dim, layer.ssm_state_size)),
+    "mamba_selective_scan": (_selective_scan, lambda layer: (layer.intermediate_size, layer.ssm_state_size)),
 }
 
 
 def redirect(model: PreTrainedModel, parallel: ParallelContext = SINGLE) -> tuple[StateSpec, ...]:
     """Redirects all layers with recurrent state; returns what they keep. model: a rank's part, sharded.
 
-    Raises ModelUnsupportedError unless each such layer of the rank's stage is found, by `layer_types` of the config.
+    Raises ModelUnsupportedError unless the layers of the rank's stage that keep a state, and those that attend, by
+    `layer_types` of the config, are found.
     """
     config: Any = model.config
     kinds: list[str] = config.layer_types
     specs: list[StateSpec] = []
-    found: set[int] = set()
+    attending: set[int] = set()
     for module in model.modules():
-        forward = inspect.unwrap(type(module).forward)
-        code = getattr(forward, "__code__", None)
-        names = _FUNCTIONS.keys() & set(code.co_names) if code is not None else set()
         layer = getattr(module, "layer_idx", None)
-        if names and isinstance(layer, int):
-            _redirect(module, forward, names, layer)
-            specs += _specs(module, layer)
-            found.add(layer)
+        if isinstance(layer, int):
+            specs += redirect_module(module, layer)
+            if hasattr(module, "is_causal"):
+                attending.add(layer)
     own = range(*stage_layers(len(kinds), parallel.pp_size)[parallel.pp_rank])
-    wanted = {layer for layer in own if kinds[layer] == "linear_attention"}
-    if found != wanted:
-        raise ModelUnsupportedError(
-            f"{type(model).__name__} keeps recurrent state of a kind that is not served (layer "
-            f"{min(found ^ wanted)}: {kinds[min(found ^ wanted)]!r})."
-        )
+    for found, types in (({spec.layer for spec in specs}, STATE_TYPES), (attending, ATTENTION_TYPES)):
+        wanted = {layer for layer in own if kinds[layer] in types}
+        if found != wanted:
+            layer = min(found ^ wanted)
+            raise ModelUnsupportedError(
+                f"{type(model).__name__} keeps recurrent state of a kind that is not served (layer {layer}: "
+                f"{kinds[layer]!r})."
+            )
     return tuple(specs)
 
 
-def _redirect(module: nn.Module, forward: Any, names: set[str], layer: int) -> None:
-    ours = {name: partial(_FUNCTIONS[name], layer) for name in names}
+def redirect_module(module: nn.Module, layer: int) -> list[StateSpec]:
+    """Redirects a module that calls the functions above; returns its states, none for any other module."""
+    forward = inspect.unwrap(type(module).forward)
+    names = set(forward.__code__.co_names) if isinstance(forward, FunctionType) else set()
+    convolutions = [child for child in module.children() if isinstance(child, nn.Conv1d)]
+    if _CONVOLUTION not in names or len(convolutions) != 1:
+        return []
+    channels, _, width = convolutions[0].weight.shape
+    specs = [StateSpec(layer, "conv", (width - 1, channels))]
+    ours: dict[str, Callable[..., Any]] = {_CONVOLUTION: partial(_conv, layer)}
+    for name in _SEQUENCE.keys() & names:
+        function, shape = _SEQUENCE[name]
+        ours[name] = partial(function, layer)
+        specs.append(StateSpec(layer, "recurrent", shape(module)))
     copy = FunctionType(
         forward.__code__, {**forward.__globals__, **ours}, forward.__name__, forward.__defaults__, forward.__closure__
     )
     copy.__kwdefaults__ = forward.__kwdefaults__
     module.forward = MethodType(copy, module)
-
-
-def _specs(module: Any, layer: int) -> list[StateSpec]:
-    channels, _, width = module.conv1d.weight.shape
-    return [
-        StateSpec(layer, "conv", (width - 1, channels)),
-        StateSpec(layer, "recurrent", (module.num_v_heads, module.head_k_dim, module.head_v_dim)),
-    ]
+    return specs

@@ -21,16 +21,16 @@ from headrace_worker.model.config_sizes import config_value, optional_size
 
 # Families whose config.json need not show why they are not served, by the reason.
 _REASONS = {
-    "keep recurrent state beside keys and values (Mamba, linear attention or convolutions)": (
-        "bailing_hybrid bamba falcon_h1 falcon_mamba inkling2_loop_text inkling2_text inkling_text jamba kimi_linear "
-        "lara_mini lfm3 mamba mamba2 minimax nemotron_h olmo_hybrid qwen4_exp_text recurrent_gemma rwkv xlstm zamba "
-        "zamba2 zaya"
+    "keep recurrent state of a kind that is not served": (
+        "inkling2_loop_text inkling2_text inkling_text minimax qwen4_exp_text recurrent_gemma rwkv xlstm zamba zaya"
     ),
+    "keep recurrent state alone: a model without layers of attention is not served": "falcon_mamba mamba mamba2",
+    "share the modules of attention between layers": "zamba2",
     "compute attention in their own code, outside of transformers' attention interface": (
         "big_bird biogpt bloom cpmant falcon git gpt_neo gpt_neox_japanese megatron-bert mpt openai-gpt reformer "
         "rembert roformer stablelm trocr xglm xlm xlnet"
     ),
-    "compress keys and values": "deepseek_v4",
+    "compress keys and values (latent attention)": "bailing_hybrid deepseek_v4 kimi_linear",
     "attend within chunks of tokens": "llama4_text",
     "have sizes per layer, which are not served yet (head_dim)": "gemma4_text gemma4_unified_text",
     "attend more than once in a layer": "diffllama dory hrm_text",
@@ -48,9 +48,15 @@ _ENCODERS = (
     "bert bert-generation camembert data2vec-text electra ernie roberta roberta-prelayernorm roc_bert xlm-roberta "
     "xlm-roberta-xl xmod"
 )
-# They keep recurrent state in their layers of linear attention (Gated DeltaNet).
-RECURRENT = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-_LAYER_TYPES = ("full_attention", "sliding_attention", "attention")  # attention: full_attention in older files
+# They keep recurrent state in some of their layers, or in all.
+_RECURRENT = (
+    "bamba falcon_h1 granitemoehybrid jamba lara_mini lfm2 lfm2_moe lfm3 nemotron_h olmo_hybrid qwen3_5_moe_text "
+    "qwen3_5_text qwen3_next"
+)
+RECURRENT = frozenset(_RECURRENT.split())
+ATTENTION_TYPES = ("full_attention", "sliding_attention", "attention", "hybrid")  # attention: in older files
+STATE_TYPES = ("linear_attention", "mamba", "conv", "hybrid")  # mamba: linear_attention in older files
+_OTHER_TYPES = ("mlp", "moe")  # layers of their own, in families with recurrent state
 _CLASSIFIER = re.compile(r"For(Sequence|Token)Classification$|ForQuestionAnswering$|ForMultipleChoice$")
 _PARTS = ("text_config", "vision_config", "audio_config")
 _INHERITED = ("quantization_config",)  # of a whole checkpoint
@@ -190,14 +196,24 @@ def _check_attention(config: Any) -> None:
 
 
 def check_layer_types(config: Any) -> None:
-    """Raises ModelUnsupportedError for layers that are not softmax attention over all tokens or a window."""
+    """Raises ModelUnsupportedError for layers that are not softmax attention over all tokens or a window, nor of a kind
+    of a family with recurrent state.
+    """
     kinds = config_value(config, "layer_types")
-    for layer, kind in enumerate(kinds if isinstance(kinds, list | tuple) else ()):
-        if kind not in _LAYER_TYPES and not (kind == "linear_attention" and config.model_type in RECURRENT):
+    if not isinstance(kinds, list | tuple):
+        return
+    recurrent = config.model_type in RECURRENT
+    known = {*ATTENTION_TYPES, *STATE_TYPES, *_OTHER_TYPES} if recurrent else {*ATTENTION_TYPES} - {"hybrid"}
+    for layer, kind in enumerate(kinds):
+        if not isinstance(kind, str) or kind not in known:
             raise ModelUnsupportedError(
                 f"Layer {layer} of this {config.model_type} model is {str(kind)[:80]!r}: only layers of full or "
                 "sliding softmax attention are served."
             )
+    if recurrent and kinds and not {*kinds} & {*ATTENTION_TYPES}:
+        raise ModelUnsupportedError(
+            f"This {config.model_type} model has no layer of attention, but recurrent state alone: it is not served."
+        )
 
 
 def check_recurrent(config: Any, replica: ReplicaConfig) -> None:

@@ -8,25 +8,10 @@
 #include <memory>
 
 #include "entries.h"
+#include "sequences.h"
 #include "vector.h"
 
 namespace {
-
-// The sequences of a step: their tokens, and the slots that they read and write.
-struct Sequences {
-    const int32_t *starts, *reads, *writes;
-    int64_t count;
-
-    // 0 or a status of library.py.
-    int64_t check(int64_t tokens, int64_t slots) const {
-        if (starts[0] < 0 || starts[count] > tokens) return 2;
-        for (int64_t s = 0; s < count; s++) {
-            if (starts[s] > starts[s + 1]) return 2;
-            if (reads[s] < 0 || reads[s] >= slots || writes[s] < 0 || writes[s] >= slots) return 4;
-        }
-        return 0;
-    }
-};
 
 inline float widened(float x) { return x; }
 inline float widened(uint16_t x) {  // bfloat16
@@ -89,19 +74,23 @@ template <class T> struct Convolution {
         std::fill(out, out + sequences.starts[0] * channels, T{});
         std::fill(out + sequences.starts[sequences.count] * channels, out + tokens * channels, T{});
         auto [from, to] = team.part(tokens);
-        for (int64_t s = 0; s < sequences.count; s++) {
-            const int64_t first = sequences.starts[s], last = std::min<int64_t>(to, sequences.starts[s + 1]);
+        for (int64_t s = 0, next; s < sequences.count; s = next) {
+            next = sequences.end(s);
+            const int64_t first = sequences.starts[s], last = std::min<int64_t>(to, sequences.starts[next]);
             for (int64_t t = std::max(from, first); t < last; t++) token(pool + sequences.reads[s] * size, first, t - first);
         }
         team.wait();  // a state is overwritten when all outputs have read it
         team.share(sequences.count, [&](int64_t s, int64_t end) {
             for (; s < end; s++) {
-                const int64_t first = sequences.starts[s], count = sequences.starts[s + 1] - first;
-                if (!count || !sequences.writes[s]) continue;
+                if (sequences.continues(s)) continue;
                 const T* state = pool + sequences.reads[s] * size;
-                for (int64_t j = 0; j < width - 1; j++) {  // a row moves towards the front
-                    const T* row = input(state, first, count + j, width - 1);
-                    std::memmove(pool + sequences.writes[s] * size + j * channels, row, channels * sizeof(T));
+                for (int64_t p = sequences.end(s) - 1; p >= s; p--) {  // the first piece may overwrite the state
+                    if (sequences.empty(p) || !sequences.writes[p]) continue;
+                    const int64_t first = sequences.starts[s], count = sequences.starts[p + 1] - first;
+                    for (int64_t j = 0; j < width - 1; j++) {  // a row moves towards the front
+                        const T* row = input(state, first, count + j, width - 1);
+                        std::memmove(pool + sequences.writes[p] * size + j * channels, row, channels * sizeof(T));
+                    }
                 }
             }
         });
@@ -252,8 +241,10 @@ struct Rule {
         const std::unique_ptr<float[]> space(new float[(rows + 2) * COLUMNS + 2 * rows]);
         team.take(sequences.count * heads, [&](int64_t i) {
             const int64_t s = i / heads, h = i % heads;
-            if (sequences.starts[s] == sequences.starts[s + 1]) return;
-            by_channel ? run<true>(sequences, s, h, space.get()) : run<false>(sequences, s, h, space.get());
+            if (sequences.continues(s)) return;
+            for (int64_t p = s; p < sequences.end(s); p++)
+                if (!sequences.empty(p))
+                    by_channel ? run<true>(sequences, p, h, space.get()) : run<false>(sequences, p, h, space.get());
         });
     }
 };

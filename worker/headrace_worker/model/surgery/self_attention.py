@@ -46,17 +46,16 @@ class FusedAttention(nn.Module):
         self.k_norm = part("k_norm") if hasattr(original, "k_norm") else None
 
     def forward(
-        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **_: Any
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None, **_: Any
     ) -> tuple[Tensor, None]:
-        """hidden_states [1, T, N], position_embeddings two of [1, T, D] -> [1, T, N]."""
+        """hidden_states [1, T, N], position_embeddings two of [1, T, D], None without -> [1, T, N]."""
         tokens = hidden_states.shape[1]
         gates = self.heads if self.gated else 0
         heads = self.qkv_proj(hidden_states).view(tokens, self.heads + 2 * self.kv_heads + gates, self.head_dim)
         query, key, value, gate = heads.split((self.heads, self.kv_heads, self.kv_heads, gates), 1)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
-        cos, sin = position_embeddings
-        rope = (cos[0], sin[0])
+        rope = None if position_embeddings is None else (position_embeddings[0][0], position_embeddings[1][0])
         out = attend(
             self.layer_idx, query, key, value, scale=self.scaling, softcap=self.softcap, sinks=self.sinks, rope=rope
         )
