@@ -114,11 +114,16 @@ def test_a_state_continues_whatever_the_pieces_and_the_batch_are(by_channel: boo
         start, read = start + count, write
     assert torch.equal(states[2], whole[1]) and torch.equal(pool[2], rows[1])
     # Several pieces of one sequence in one call, beside another one: each reads the slot that the one before wrote.
-    beside = _inputs(4, by_channel)
-    meta = _meta([4, 2, 1, 10], [0, 0, 3, 4], [7, 3, 4, 6])
-    query, key, value, decay, beta = (torch.cat([a, b]) for a, b in zip(beside, inputs, strict=True))
-    assert torch.equal(ops.delta_rule(query, key, value, decay, beta, states, meta)[4:], expected)
-    assert torch.equal(ops.causal_conv(torch.cat([torch.randn(4, C), x]), weight, pool, meta, None, True)[4:], conv)
+    # The first one may write the slot that it reads.
+    for first, meta in (
+        (0, _meta([4, 2, 1, 2], [0, 0, 3, 4], [7, 3, 4, 5])),
+        (5, _meta([4, 1, 7], [0, 5, 5], [7, 5, 6])),
+    ):
+        part = slice(first, first + int(meta.query_starts[-1]) - 4)
+        query, key, value, decay, beta = (torch.cat([a, b[part]]) for a, b in zip(beside, inputs, strict=True))
+        assert torch.equal(delta_rule(query, key, value, decay, beta, states, meta)[4:], expected[part])
+        other = torch.cat([torch.randn(4, C), x[part]])
+        assert torch.equal(causal_conv(other, weight, pool, meta, None, True)[4:], conv[part])
     assert torch.equal(states[6], whole[1]) and torch.equal(pool[6], rows[1])
     assert not states[0].any() and not pool[0].any(), "slot 0 stays the state of nothing"
 

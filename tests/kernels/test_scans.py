@@ -118,6 +118,11 @@ def test_a_state_continues_whatever_the_pieces_and_the_batch_are(name: str, back
         assert torch.equal(run(**beside, pool=pool, meta=meta, **options)[4:], expected[part])
         start, read = start + count, write
     assert torch.equal(pool[2], whole[1])
+    # Several pieces of one sequence in one call: each reads the slot that the one before wrote.
+    beside = {key: torch.cat([other, rows[key]]) for key, other in make(4, size).items()}
+    meta = _meta([4, 2, 1, 10], [0, 0, 3, 4], [7, 3, 4, 6])
+    assert torch.equal(run(**beside, pool=pool, meta=meta, **options)[4:], expected)
+    assert torch.equal(pool[6], whole[1])
     assert not pool[0].any(), "slot 0 stays the state of nothing"
     thrown_away = run(**rows, pool=pool, meta=_meta([13], [0], [0]), **options)
     assert torch.equal(thrown_away, expected) and not pool[0].any()
