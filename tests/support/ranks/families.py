@@ -35,6 +35,17 @@ RECURRENT: dict[str, dict[str, Any]] = {
         "qwen3_5_moe_text": {"linear_num_key_heads": 2},
     }.items()
 }
+# Families with other kinds of recurrent layers, or other attention beside them, and the ranks and stages of a test.
+OTHER_RECURRENT: dict[str, tuple[int, int]] = {
+    "bamba": (2, 1),
+    "granitemoehybrid": (2, 2),
+    "jamba": (2, 2),
+    "lara_mini": (2, 2),
+    "lfm2": (2, 2),
+    "lfm2_moe": (2, 2),
+    "nemotron_h": (2, 2),
+    "olmo_hybrid": (1, 2),
+}
 # With activations that depend on all of a layer's, and two layers that attend to keys and values of earlier ones.
 GEMMA3N: dict[str, Any] = {
     "num_hidden_layers": 6,
@@ -94,7 +105,7 @@ def tiny_options(family: str) -> dict[str, Any]:
     if family in WITH_IMAGES:
         text, others = WITH_IMAGES[family]
         return {"model_type": family, "text_config": TINY | text} | others
-    others = {**FAMILIES, **RECURRENT, "gemma3n_text": GEMMA3N}
+    others = {**tiny_models.RECURRENT, **FAMILIES, **RECURRENT, "gemma3n_text": GEMMA3N}
     return {"model_type": family} | TINY | others.get(family, {})
 
 

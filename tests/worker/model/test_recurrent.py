@@ -197,7 +197,8 @@ def test_what_is_not_done_with_states_is_refused(
         check_length(config, headers)
 
 
-def test_rows_are_as_many_as_have_memory_for_their_states(subject: Subject) -> None:
+def test_rows_are_as_many_as_have_memory_for_their_states(tiny: Callable[[str], Path]) -> None:
+    subject = Subject(tiny("qwen3_next"))
     layout = subject.loaded.layout
     for snapshots, rows in ((None, 2), (0, 6), (7, 3)):
         memory = 2 * 14 * layout.slot_bytes

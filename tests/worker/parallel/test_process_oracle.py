@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from support.ranks.families import FAMILIES, MOE, RECURRENT
+from support.ranks.families import FAMILIES, MOE, OTHER_RECURRENT, RECURRENT
 from support.ranks.workloads import prompts
 
 SPLITS = ((2, 1), (4, 1), (1, 2), (2, 2), (4, 2))
@@ -19,6 +19,7 @@ SPLITS = ((2, 1), (4, 1), (1, 2), (2, 2), (4, 2))
     [
         *((family, *split) for family in FAMILIES for split in SPLITS),
         *((family, *split) for family in RECURRENT for split in ((2, 1), (1, 2), (2, 2))),
+        *((family, *split) for family, split in OTHER_RECURRENT.items()),
         ("gemma3", 2, 2),
         ("gemma3n_text", 2, 1),
     ],
@@ -37,6 +38,10 @@ def test_tokens_between_processes(
         check_oracle(folder, alone, replica.run(alone, 6))
         mixed = prompts(6)
         check_oracle(folder, mixed, replica.run(mixed, 6))
+        if family in (*RECURRENT, *OTHER_RECURRENT):
+            again = replica.run(mixed, 6)
+            check_oracle(folder, mixed, again)
+            assert any(completion.cached_tokens for completion in again)
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 
-from support.ranks.families import FAMILIES, RECURRENT, WITH_IMAGES
+from support.ranks.families import FAMILIES, OTHER_RECURRENT, RECURRENT, WITH_IMAGES
 from support.ranks.workloads import prompts
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *RECURRENT, *WITH_IMAGES, "gemma3n_text"])
+@pytest.mark.parametrize(
+    "family", [*FAMILIES, *RECURRENT, *OTHER_RECURRENT, "falcon_h1", "lfm3", *WITH_IMAGES, "gemma3n_text"]
+)
 def test_tokens_of_one_rank(
     family: str,
     save_tiny: Callable[..., Path],

@@ -48,7 +48,9 @@ class FusedDeltaNet(nn.Module):
         inputs, meta = layer_state(self.layer_idx, "conv")
         states, _meta = layer_state(self.layer_idx, "recurrent")
         keys = self.key_heads * self.key_dim
-        parts = ops.causal_conv(mixed, self.taps.t(), inputs, meta, None, True).split((keys, keys, values), 1)
+        parts = ops.causal_conv(mixed, self.taps.t(), inputs, meta, None, True).split_with_sizes(
+            (keys, keys, values), 1
+        )
         query, key = (part.unflatten(1, (self.key_heads, self.key_dim)) for part in parts[:2])
         decay = ops.softplus(a.float() + self.dt_bias) * -self.rate
         value = parts[2].unflatten(1, (self.heads, self.value_dim))
@@ -90,6 +92,6 @@ def _sorted_by_part(module: Any, qkvz: nn.Module, ba: nn.Module) -> list[nn.Modu
     sorted_linears: list[nn.Module] = []
     for linear, sizes in ((qkvz, (module.head_k_dim, module.head_k_dim, values, values)), (ba, (group, group))):
         assert isinstance(linear, nn.Linear)
-        rows = torch.arange(linear.out_features).view(-1, sum(sizes)).split(sizes, 1)
+        rows = torch.arange(linear.out_features).view(-1, sum(sizes)).split_with_sizes(sizes, 1)
         sorted_linears.append(take_outputs(linear, torch.cat([part.flatten() for part in rows])))
     return sorted_linears
