@@ -18,7 +18,11 @@ SPLITS = ((2, 1), (4, 1), (1, 2), (2, 2), (4, 2))
     ("family", "tp", "pp"),
     [
         *((family, *split) for family in FAMILIES for split in SPLITS),
-        *((family, *split) for family in RECURRENT for split in ((2, 1), (1, 2), (2, 2))),
+        ("qwen3_next", 2, 1),
+        ("qwen3_next", 2, 2),
+        ("qwen3_5_text", 1, 2),
+        ("qwen3_5_text", 2, 2),
+        ("qwen3_5_moe_text", 2, 1),
         *((family, *split) for family, split in OTHER_RECURRENT.items()),
         ("gemma3", 2, 2),
         ("gemma3n_text", 2, 1),

@@ -48,12 +48,11 @@ class FusedDeltaNet(nn.Module):
         inputs, meta = layer_state(self.layer_idx, "conv")
         states, _meta = layer_state(self.layer_idx, "recurrent")
         keys = self.key_heads * self.key_dim
-        parts = ops.causal_conv(mixed, self.taps.t(), inputs, meta, None, True).split_with_sizes(
-            (keys, keys, values), 1
-        )
-        query, key = (part.unflatten(1, (self.key_heads, self.key_dim)) for part in parts[:2])
+        mixed = ops.causal_conv(mixed, self.taps.t(), inputs, meta, None, True)
+        query = mixed[:, :keys].view(-1, self.key_heads, self.key_dim)
+        key = mixed[:, keys : 2 * keys].view(-1, self.key_heads, self.key_dim)
+        value = mixed[:, 2 * keys :].view(-1, self.heads, self.value_dim)
         decay = ops.softplus(a.float() + self.dt_bias) * -self.rate
-        value = parts[2].unflatten(1, (self.heads, self.value_dim))
         out = ops.delta_rule(query, key, value, decay, ops.sigmoid(b), states, meta)
         out = ops.rms_norm(out, self.norm_weight, self.norm_eps).flatten(1) * (gate * ops.sigmoid(gate))
         result: Tensor = self.out_proj(out[None].to(hidden_states.dtype))
