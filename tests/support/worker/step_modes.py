@@ -8,7 +8,7 @@ import pytest
 from headrace_worker.offline import Completion, OfflineEngine
 from headrace_worker.runner.graphs import MIXED_TOKENS
 from support.worker.recorders import CallingRecorder
-from support.worker.tiny_models import replica_config
+from support.worker.tiny_models import RECURRENT, replica_config
 
 MODES: dict[str, dict[str, Any]] = {
     "one at a time": {"async_scheduling": "off"},
@@ -43,7 +43,7 @@ def engine_in(tiny: Callable[[str], Any]) -> Callable[..., OfflineEngine]:
             "max_num_seqs": 12,
             "max_num_batched_tokens": 40,
             "max_model_len": 128,
-            "kv_cache_memory": 4 << 20,
+            "kv_cache_memory": (24 if family in RECURRENT else 4) << 20,
         }
         engine = OfflineEngine(replica_config(folder, **sizes | chosen | options))
         if record:

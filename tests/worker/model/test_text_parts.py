@@ -52,7 +52,7 @@ def plain(folder: Path) -> PreTrainedModel:
 
 def names_of(family: str, **fields: Any) -> TextNames:
     config = AutoConfig.for_model(**tiny_options(family) | fields)
-    return TextNames(config, build_meta(text_config(config), torch.float32)[0])
+    return TextNames(config, build_meta(text_config(config), torch.float32))
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_a_module_named_otherwise() -> None:
     others = {"vision_config": tiny_options("gemma3")["vision_config"]}
     options = {"model_type": "idefics3", "text_config": tiny_options("llava_next")["text_config"]} | others
     config = AutoConfig.for_model(**options)
-    names = TextNames(config, build_meta(text_config(config), torch.float32)[0])
+    names = TextNames(config, build_meta(text_config(config), torch.float32))
     assert names("model.text_model.norm.weight") == "model.norm.weight"
     assert names("model.vision_model.post_layernorm.bias") is names("model.connector.modality_projection.proj.weight")
 

@@ -14,6 +14,8 @@ from headrace_worker.core.plan import Work
 from headrace_worker.device.staging import all_to_device
 from headrace_worker.runner.rows import RowState
 
+PIECES = 2  # that recorded steps have for each sequence in recurrent layers: up to a snapshot, and the rest
+
 
 @dataclass(slots=True)
 class Batch:
@@ -100,6 +102,7 @@ class HostBatch:
         """
         more = tokens - len(self.token_rows)
         empty = sequences - len(self.seq_lens)
+        no_pieces = PIECES * sequences - self.state_slots.shape[1]
         undrawn = sequences - len(self.sample_index)
         slots = [_longer(entry, more, -1) for entry in self.slots]
         tables = []
@@ -115,8 +118,8 @@ class HostBatch:
             seq_lens=_longer(self.seq_lens, empty, 0),
             tables=tables,
             slots=slots,
-            state_starts=_longer(self.state_starts, empty, int(self.state_starts[-1])),
-            state_slots=np.concatenate([self.state_slots, np.zeros((2, empty), np.int32)], axis=1),
+            state_starts=_longer(self.state_starts, no_pieces, int(self.state_starts[-1])),
+            state_slots=np.concatenate([self.state_slots, np.zeros((2, no_pieces), np.int32)], axis=1),
             sample_index=_longer(self.sample_index, undrawn, 0),
             drawn_rows=_longer(self.drawn_rows, undrawn, 0),
             drawn_positions=_longer(self.drawn_positions, undrawn, 0),

@@ -20,7 +20,7 @@ from headrace_worker.core.plan import Work
 from headrace_worker.device.rank_device import GraphRecorder
 from headrace_worker.device.staging import pack, unpack
 from headrace_worker.model.load import LoadedModel
-from headrace_worker.runner.batch import Batch, HostBatch, flatten_work
+from headrace_worker.runner.batch import PIECES, Batch, HostBatch, flatten_work
 from headrace_worker.runner.rows import RowState
 from headrace_worker.runner.step_buffers import StepBuffers
 
@@ -123,7 +123,8 @@ class StepGraphs:
         found = self._decode if host.max_query_len == 1 else self._mixed
         sizes = sorted(found)
         for size in sizes[bisect_left(sizes, len(host.token_rows)) :]:
-            if found[size].tensors.sequences >= len(host.seq_lens):
+            sequences = found[size].tensors.sequences
+            if sequences >= len(host.seq_lens) and PIECES * sequences >= host.state_slots.shape[1]:
                 return found[size]
         return None
 
