@@ -140,10 +140,23 @@ _IMAGES = {
     "image_size": 28,
     "patch_size": 14,
 }
-# Checkpoints with images whose language model keeps recurrent state: its family, and other fields.
-RECURRENT_WITH_IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
-    "lfm2_vl": ("lfm2", {"vision_config": _IMAGES | {"model_type": "siglip2_vision_model"}}),
-    "nemotron_h_omni": ("nemotron_h", {"vision_config": _IMAGES | {"video_temporal_patch_size": 2}}),
+_NEMOTRON_EXPERTS: dict[str, Any] = {
+    "layers_block_type": ["mamba", "moe", "attention", "mamba"],
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 32,
+}
+# Checkpoints with images whose language model keeps recurrent state: its config, and other fields.
+RECURRENT_WITH_IMAGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "lfm2_vl": (
+        {"model_type": "lfm2"} | TINY | RECURRENT["lfm2"],
+        {"vision_config": _IMAGES | {"model_type": "siglip2_vision_model"}},
+    ),
+    "nemotron_h_omni": (
+        {"model_type": "nemotron_h"} | TINY | RECURRENT["nemotron_h"] | _NEMOTRON_EXPERTS,
+        {"vision_config": _IMAGES | {"video_temporal_patch_size": 2}},
+    ),
 }
 
 
@@ -151,9 +164,7 @@ def save_tiny(family: str, folder: Path) -> Path:
     """Saves a tiny random model of a family."""
     if family in RECURRENT_WITH_IMAGES:
         text, others = RECURRENT_WITH_IMAGES[family]
-        return save_random(
-            {"model_type": family, "text_config": {"model_type": text} | TINY | RECURRENT[text]} | others, folder
-        )
+        return save_random({"model_type": family, "text_config": text} | others, folder)
     return save_random({"model_type": family} | TINY | {**FAMILIES, **RECURRENT}[family], folder)
 
 

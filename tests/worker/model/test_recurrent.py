@@ -26,8 +26,8 @@ from headrace_worker.model.source import resolve
 from headrace_worker.offline import Completion, OfflineEngine, Prompt
 from support.worker.tiny_models import RECURRENT, RECURRENT_WITH_IMAGES, TINY, auto_class, replica_config
 
-# Beside them torch computes experts, or the steps of Mamba-1 (jamba), in products whose bits depend on the batch.
-EXACT = ("qwen3_5_text", "olmo_hybrid", "bamba", "granitemoehybrid", "falcon_h1", "nemotron_h", "lfm2", "lfm3")
+# Beside them torch computes experts in products whose bits depend on the batch.
+EXACT = {*RECURRENT} - {"qwen3_next", "qwen3_5_moe_text", "lara_mini", "lfm2_moe"}
 GREEDY = RowSampling(temperature=0.0, logprobs=1)
 NEW = 10
 

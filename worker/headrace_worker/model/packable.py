@@ -98,6 +98,23 @@ class PackedLinear(nn.Module):
         return f"in_features={packed.inputs}, out_features={packed.outputs}, weight={packed.form.name}"
 
 
+class LeftFactor(nn.Module):
+    """A linear with a packed weight of which a family's forward computes weight @ x, for x [..., in, T]."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.packed = pack_dense(linear.weight.detach())
+        self.bias = linear.bias
+
+    @property
+    def weight(self) -> "LeftFactor":
+        """What the forward multiplies."""
+        return self
+
+    def __matmul__(self, x: Tensor) -> Tensor:
+        return ops.packed_matmul(x.transpose(-1, -2), self.packed).transpose(-1, -2)
+
+
 class PackedEmbedding(nn.Embedding):
     """An embedding that unpacks the rows of its tokens; as a base class also one that a family's own forward calls."""
 
@@ -161,6 +178,12 @@ def _no_values(matrix: PackableMatrix) -> nn.Parameter:
 def reads_weight(parent: nn.Module, child: str) -> bool:
     """Whether a module's forward reads the weight of one of its modules."""
     return f"self.{child}.weight" in _source(type(parent).forward)
+
+
+def multiplies_by_weight(parent: nn.Module, child: str) -> bool:
+    """Whether a module's forward reads the weight of one of its modules as the left factor of a product alone."""
+    source = _source(type(parent).forward)
+    return 0 < source.count(f"self.{child}.weight") == source.count(f"self.{child}.weight @ ")
 
 
 @cache

@@ -5,10 +5,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from headrace_kernels.cpu import library
 from headrace_kernels.invariant import InvariantLinear
 from headrace_kernels.packed import Codes
 from headrace_proto.errors import ModelUnsupportedError
-from headrace_worker.model.packable import PackableLinear, PackableMatrix, PackedLinear, merge_packable
+from headrace_worker.model.packable import (
+    LeftFactor,
+    PackableLinear,
+    PackableMatrix,
+    PackedLinear,
+    merge_packable,
+    multiplies_by_weight,
+)
 
 
 def is_plain(module: nn.Module) -> bool:
@@ -53,6 +61,14 @@ def _merged_bias(linears: Sequence[nn.Linear]) -> Tensor | None:
 def pack_linear(module: nn.Module, bf16: bool = False) -> PackedLinear | None:
     """A linear that can be packed, packed; or None. bf16: see `PackedLinear`."""
     return PackedLinear(module, bf16) if isinstance(module, PackableLinear) else None
+
+
+def pack_left_factor(parent: nn.Module, name: str) -> LeftFactor | None:
+    """A linear of which its module multiplies the weight by columns, packed; or None."""
+    linear = parent.get_submodule(name)
+    if type(linear) is not nn.Linear or not multiplies_by_weight(parent, name) or library.missing() is not None:
+        return None
+    return LeftFactor(linear) if linear.weight.is_cpu and linear.weight.dtype is torch.float32 else None
 
 
 def make_linear_invariant(module: nn.Module, bf16: bool = False) -> PackedLinear | InvariantLinear | None:

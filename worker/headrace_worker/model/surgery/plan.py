@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from headrace_worker.model.cache_layout import layer_windows
 from headrace_worker.model.packable import reads_weight
 from headrace_worker.model.surgery.layers import fuse_layer
-from headrace_worker.model.surgery.linears import check_invariant, make_linear_invariant, pack_linear
+from headrace_worker.model.surgery.linears import check_invariant, make_linear_invariant, pack_left_factor, pack_linear
 from headrace_worker.model.surgery.mlp import fuse_mlp
 from headrace_worker.model.surgery.native import join_layers
 from headrace_worker.model.surgery.norms import fuse_norm
@@ -59,6 +59,8 @@ def apply(model: PreTrainedModel, plan: SurgeryPlan) -> list[str]:
         ),
     ]
     counts = {name: _replace(model, fuse) for wanted, name, fuse in pieces if wanted}
+    if plan.linears:
+        counts["left factors"] = _replace_left_factors(model)
     if plan.native:
         counts["layers in one call"] = join_layers(model)
     if plan.deterministic:
@@ -108,5 +110,15 @@ def _replace(model: nn.Module, replacement: Callable[[nn.Module], nn.Module | No
                 pending.append(child)
             else:
                 setattr(parent, name, new.train(child.training))
+                count += 1
+    return count
+
+
+def _replace_left_factors(model: nn.Module) -> int:
+    count = 0
+    for parent in list(model.modules()):
+        for name, _ in list(parent.named_children()):
+            if (factor := pack_left_factor(parent, name)) is not None:
+                setattr(parent, name, factor.eval())
                 count += 1
     return count
