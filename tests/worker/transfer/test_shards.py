@@ -20,6 +20,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 def _shards(tp: int, pp: int, *, layers: int = 6, kv: int = 4, kinds: tuple[str, ...] = ()) -> KvShards:
     """The shards of a replica of such a model. Its query heads divide by every tp that is tried."""
     config = SimpleNamespace(
+        model_type="llama",
         num_hidden_layers=layers,
         num_attention_heads=12 * kv,
         num_key_value_heads=kv,
