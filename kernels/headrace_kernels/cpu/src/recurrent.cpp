@@ -26,6 +26,12 @@ struct Sequences {
         }
         return 0;
     }
+
+    // The rows of tokens of no sequence. By one thread.
+    template <class T> void clear_others(T* out, int64_t tokens, int64_t size) const {
+        std::fill(out, out + starts[0] * size, T{});
+        std::fill(out + starts[count] * size, out + tokens * size, T{});
+    }
 };
 
 inline float widened(float x) { return x; }
@@ -86,8 +92,7 @@ template <class T> struct Convolution {
 
     void run(Team& team, const Sequences& sequences) const {
         const int64_t size = (width - 1) * channels;
-        std::fill(out, out + sequences.starts[0] * channels, T{});
-        std::fill(out + sequences.starts[sequences.count] * channels, out + tokens * channels, T{});
+        if (team.rank == 0) sequences.clear_others(out, tokens, channels);
         auto [from, to] = team.part(tokens);
         for (int64_t s = 0; s < sequences.count; s++) {
             const int64_t first = sequences.starts[s], last = std::min<int64_t>(to, sequences.starts[s + 1]);
@@ -244,11 +249,7 @@ struct Rule {
             for (; t < to; t++)
                 for (int64_t h = 0; h < key_heads; h++) prepare(t, h);
         });
-        const int64_t first = sequences.starts[0], last = sequences.starts[sequences.count];
-        if (team.rank == 0) {
-            std::fill(out, out + first * heads * columns, 0.f);
-            std::fill(out + last * heads * columns, out + tokens * heads * columns, 0.f);
-        }
+        if (team.rank == 0) sequences.clear_others(out, tokens, heads * columns);
         const std::unique_ptr<float[]> space(new float[(rows + 2) * COLUMNS + 2 * rows]);
         team.take(sequences.count * heads, [&](int64_t i) {
             const int64_t s = i / heads, h = i % heads;
