@@ -153,10 +153,10 @@ def recurrent() -> None:
     """A Gated DeltaNet layer of Qwen3.5-9B: what lies between its projections, beside its products and its MLP's."""
     hidden, key_heads, heads, dim, layers = 4096, 16, 32, 128, 4  # as many layers as caches do not hold
     keys, values = key_heads * dim, heads * dim
-    sizes = (2 * keys + values, values, heads, heads)
+    sizes = [2 * keys + values, values, heads, heads]
     shapes = ((sum(sizes), hidden), (hidden, values), (24576, hidden), (hidden, 12288))
     taps, weight, rate = torch.randn(4, sizes[0]), torch.rand(dim), torch.rand(heads)
-    forms = {
+    forms: dict[str, Callable[[int, int], PackedWeight]] = {
         "4 bits": lambda out, inner: pack_codes(
             Codes(torch.randint(0, 16, (out, inner), dtype=torch.uint8), torch.rand(out, inner // 32).half()),
             Form.CODES4,
@@ -166,9 +166,9 @@ def recurrent() -> None:
 
     def states(projected: torch.Tensor, meta: StateMeta, pools: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         for inputs, state in pools:
-            mixed, gate, b, a = projected.split(sizes, 1)
-            parts = ops.causal_conv(mixed, taps.t(), inputs, meta, None, True).split((keys, keys, values), 1)
-            query, key, value = (part.unflatten(1, (-1, dim)) for part in parts)
+            mixed, gate, b, a = torch.split(projected, sizes, 1)
+            parts = torch.split(ops.causal_conv(mixed, taps.t(), inputs, meta, None, True), [keys, keys, values], 1)
+            query, key, value = (part.view(len(part), -1, dim) for part in parts)
             out = ops.delta_rule(query, key, value, ops.softplus(a) * -rate, ops.sigmoid(b), state, meta)
             ops.rms_norm(out, weight, 1e-6).flatten(1) * (gate * ops.sigmoid(gate))
 

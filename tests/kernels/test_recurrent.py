@@ -1,5 +1,7 @@
 """Layers with recurrent state, every backend: slots, the recurrences of transformers, and bits for any split."""
 
+from typing import Any
+
 import pytest
 import torch
 from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_fn, torch_recurrent_gated_delta_rule
@@ -9,6 +11,8 @@ from headrace_kernels.arguments import KernelArgumentError
 from headrace_kernels.meta import StateMeta
 
 K, H, D, E, C, W = 3, 6, 12, 20, 45, 4  # nothing is a multiple of a vector
+DELTA_RULE: Any = catalog.DELTA_RULE
+CAUSAL_CONV: Any = catalog.CAUSAL_CONV
 BACKENDS = catalog.DELTA_RULE.available()
 needs_cpp = pytest.mark.skipif("cpu" not in BACKENDS, reason="no C++ compiler: apt-get install g++")
 
@@ -29,7 +33,7 @@ def _inputs(
     """Query, key, value, decay and beta; the first three are views of one tensor."""
     key_heads, heads, rows, columns = sizes
     merged = torch.randn(tokens, 2 * key_heads * rows + heads * columns)
-    parts = merged.split((key_heads * rows, key_heads * rows, heads * columns), 1)
+    parts = torch.split(merged, [key_heads * rows, key_heads * rows, heads * columns], 1)
     query, key, value = (part.unflatten(1, (-1, size)) for part, size in zip(parts, (rows, rows, columns), strict=True))
     decay = torch.randn((tokens, heads, rows) if by_channel else (tokens, heads))
     return query, key, value, -decay.abs() / 4, torch.rand(tokens, heads)
@@ -39,7 +43,7 @@ def test_the_delta_rule_is_that_of_transformers(backend: str) -> None:
     torch.manual_seed(0)
     query, key, value, decay, beta = _inputs(21)
     pool = torch.zeros(2, H, D, E)
-    found = catalog.DELTA_RULE.named(backend)(query, key, value, decay, beta, pool, _meta([21], [0], [1]))
+    found = DELTA_RULE.named(backend)(query, key, value, decay, beta, pool, _meta([21], [0], [1]))
     heads = [x.repeat_interleave(H // K, 1)[None] for x in (query, key)]
     expected, state = torch_recurrent_gated_delta_rule(
         *heads, value[None], g=decay[None], beta=beta[None], initial_state=None, output_final_state=True,
@@ -54,7 +58,7 @@ def test_the_convolution_is_that_of_transformers(backend: str, silu: bool) -> No
     torch.manual_seed(1)
     x, weight, bias = torch.randn(9, C), torch.randn(C, W), torch.randn(C)
     pool = torch.zeros(2, W - 1, C)
-    found = catalog.CAUSAL_CONV.named(backend)(x, weight, pool, _meta([9], [0], [1]), bias, silu)
+    found = CAUSAL_CONV.named(backend)(x, weight, pool, _meta([9], [0], [1]), bias, silu)
     expected = causal_conv1d_fn(x.t()[None], weight, bias, activation="silu" if silu else None)
     torch.testing.assert_close(found, expected[0].t(), atol=1e-5, rtol=1e-5)
     assert torch.equal(pool[1], x[-3:])
@@ -71,8 +75,8 @@ def test_any_size_of_heads_and_channels(size: int) -> None:
             pool = torch.randn(6, *sizes[1:])
             pool[0] = 0.0
             other = pool.clone()
-            expected = catalog.DELTA_RULE.named("torch")(*inputs, other, meta)
-            found = catalog.DELTA_RULE.named("cpu")(*inputs, pool, meta)
+            expected = DELTA_RULE.named("torch")(*inputs, other, meta)
+            found = DELTA_RULE.named("cpu")(*inputs, pool, meta)
             torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
             torch.testing.assert_close(pool, other, atol=2e-5, rtol=1e-5)
             assert not pool[0].any() and not found[6:].any()
@@ -83,8 +87,8 @@ def test_any_size_of_heads_and_channels(size: int) -> None:
             rows[0] = 0.0
             others = rows.clone()
             for bias, silu in ((None, True), (torch.randn(size).to(dtype), False)):
-                expected = catalog.CAUSAL_CONV.named("torch")(x, weight, others, meta, bias, silu)
-                found = catalog.CAUSAL_CONV.named("cpu")(x, weight, rows, meta, bias, silu)
+                expected = CAUSAL_CONV.named("torch")(x, weight, others, meta, bias, silu)
+                found = CAUSAL_CONV.named("cpu")(x, weight, rows, meta, bias, silu)
                 torch.testing.assert_close(found, expected, atol=near, rtol=near)
                 assert torch.equal(rows, others)
 
@@ -94,7 +98,7 @@ def test_any_size_of_heads_and_channels(size: int) -> None:
 def test_a_state_continues_whatever_the_pieces_and_the_batch_are(by_channel: bool) -> None:
     """Bit by bit: in pieces, from a slot into another one, beside other sequences and empty ones."""
     torch.manual_seed(2)
-    delta_rule, causal_conv = catalog.DELTA_RULE.named("cpu"), catalog.CAUSAL_CONV.named("cpu")
+    delta_rule, causal_conv = DELTA_RULE.named("cpu"), CAUSAL_CONV.named("cpu")
     inputs = _inputs(13, by_channel)
     x, weight = torch.randn(13, C), torch.randn(C, W)
     whole, rows = torch.zeros(2, H, D, E), torch.zeros(2, W - 1, C)
@@ -131,8 +135,8 @@ def test_bits_do_not_depend_on_the_number_of_threads(by_channel: bool) -> None:
         states, last = pool.clone(), rows.clone()
         torch.set_num_threads(threads)
         try:
-            out = catalog.DELTA_RULE.named("cpu")(*inputs, states, meta)
-            results.append((out, states, catalog.CAUSAL_CONV.named("cpu")(x, weight, last, meta), last))
+            out = DELTA_RULE.named("cpu")(*inputs, states, meta)
+            results.append((out, states, CAUSAL_CONV.named("cpu")(x, weight, last, meta), last))
         finally:
             torch.set_num_threads(before)
     assert all(torch.equal(*pair) for other in results[1:] for pair in zip(results[0], other, strict=True))
@@ -145,11 +149,11 @@ def test_slots_and_tokens_that_do_not_exist_are_refused() -> None:
     for lengths, reads, writes in (([5], [0], [1]), ([4, -1], [0, 0], [1, 2]), ([4], [3], [1]), ([4], [0], [-1])):
         meta = _meta(lengths, reads, writes)
         with pytest.raises(KernelArgumentError, match=r"do not exist|outside of the pool"):
-            catalog.DELTA_RULE.named("cpu")(*inputs, pool, meta)
+            DELTA_RULE.named("cpu")(*inputs, pool, meta)
         with pytest.raises(KernelArgumentError, match=r"do not exist|outside of the pool"):
-            catalog.CAUSAL_CONV.named("cpu")(x, weight, rows, meta)
+            CAUSAL_CONV.named("cpu")(x, weight, rows, meta)
     meta = _meta([4], [0], [1])
     with pytest.raises(KernelArgumentError, match="do not fit each other"):
-        catalog.DELTA_RULE.named("cpu")(*inputs, pool[:, :-1], meta)
+        DELTA_RULE.named("cpu")(*inputs, pool[:, :-1], meta)
     with pytest.raises(KernelArgumentError, match="do not fit each other"):
-        catalog.CAUSAL_CONV.named("cpu")(x, weight[:-1], rows, meta)
+        CAUSAL_CONV.named("cpu")(x, weight[:-1], rows, meta)

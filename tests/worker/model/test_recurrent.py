@@ -72,10 +72,9 @@ def run(
     return done
 
 
-def bits(subject: Subject, completions: Sequence[Completion]) -> list[Any]:
-    """Tokens, and log-probabilities unless torch computes experts, whose products depend on the batch."""
-    has_experts = "num_experts" in subject.loaded.config.to_dict()
-    return [(done.token_ids, [] if has_experts else [entry.logprob for entry in done.logprobs]) for done in completions]
+def bits(completions: Sequence[Completion]) -> list[Any]:
+    """Tokens and log-probabilities."""
+    return [(done.token_ids, [entry.logprob for entry in done.logprobs]) for done in completions]
 
 
 def test_alone_in_a_batch_in_chunks_and_preempted(subject: Subject, prompts: list[list[int]]) -> None:
@@ -103,12 +102,12 @@ def test_alone_in_a_batch_in_chunks_and_preempted(subject: Subject, prompts: lis
     finally:
         torch.set_num_threads(before)
     for others in (preempted, chunked, alone, threaded):
-        assert bits(subject, others) == bits(subject, together)
+        assert bits(others) == bits(together)
 
 
 def test_after_failed_steps_requests_start_again(subject: Subject, prompts: list[list[int]]) -> None:
     engine = subject.engine()
-    expected = bits(subject, run(engine, prompts))
+    expected = bits(run(engine, prompts))
     runner: Any = engine.assembly.runner
     forward, calls = runner._compute, 0
 
@@ -122,7 +121,7 @@ def test_after_failed_steps_requests_start_again(subject: Subject, prompts: list
 
     runner._compute = failing
     try:
-        assert bits(subject, run(engine, prompts)) == expected
+        assert bits(run(engine, prompts)) == expected
     finally:
         runner._compute = forward
     assert calls > 9

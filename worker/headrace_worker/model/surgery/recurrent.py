@@ -44,14 +44,16 @@ class FusedDeltaNet(nn.Module):
     def forward(self, hidden_states: Tensor, **_: Any) -> Tensor:
         """hidden_states [1, T, N] -> [1, T, N]."""
         values = self.heads * self.value_dim
-        mixed, gate, b, a = self.in_proj(hidden_states)[0].split((self.channels, values, self.heads, self.heads), 1)
+        sizes = [self.channels, values, self.heads, self.heads]
+        mixed, gate, b, a = torch.split(self.in_proj(hidden_states)[0], sizes, 1)
         inputs, meta = layer_state(self.layer_idx, "conv")
         states, _meta = layer_state(self.layer_idx, "recurrent")
         keys = self.key_heads * self.key_dim
-        parts = ops.causal_conv(mixed, self.taps.t(), inputs, meta, None, True).split((keys, keys, values), 1)
-        query, key = (part.unflatten(1, (self.key_heads, self.key_dim)) for part in parts[:2])
+        mixed = ops.causal_conv(mixed, self.taps.t(), inputs, meta, None, True)
+        parts = torch.split(mixed, [keys, keys, values], 1)
+        query, key = (part.view(-1, self.key_heads, self.key_dim) for part in parts[:2])
         decay = ops.softplus(a.float() + self.dt_bias) * -self.rate
-        value = parts[2].unflatten(1, (self.heads, self.value_dim))
+        value = parts[2].view(-1, self.heads, self.value_dim)
         out = ops.delta_rule(query, key, value, decay, ops.sigmoid(b), states, meta)
         out = ops.rms_norm(out, self.norm_weight, self.norm_eps).flatten(1) * (gate * ops.sigmoid(gate))
         result: Tensor = self.out_proj(out[None].to(hidden_states.dtype))
@@ -88,8 +90,8 @@ def _sorted_by_part(module: Any, qkvz: nn.Module, ba: nn.Module) -> list[nn.Modu
     group = module.num_v_heads // module.num_k_heads
     values = group * module.head_v_dim
     sorted_linears: list[nn.Module] = []
-    for linear, sizes in ((qkvz, (module.head_k_dim, module.head_k_dim, values, values)), (ba, (group, group))):
+    for linear, sizes in ((qkvz, [module.head_k_dim] * 2 + [values] * 2), (ba, [group, group])):
         assert isinstance(linear, nn.Linear)
-        rows = torch.arange(linear.out_features).view(-1, sum(sizes)).split(sizes, 1)
+        rows = torch.split(torch.arange(linear.out_features).view(-1, sum(sizes)), sizes, 1)
         sorted_linears.append(take_outputs(linear, torch.cat([part.flatten() for part in rows])))
     return sorted_linears

@@ -82,7 +82,8 @@ def fuse_attention(module: nn.Module, window: int, verify: bool) -> FusedAttenti
     assert isinstance(out, nn.Linear) and isinstance(first, nn.Linear)
     rows = sum(linear.out_features for linear in linears if isinstance(linear, nn.Linear)) - out.out_features
     heads = out.in_features // head_dim
-    gated = "q_proj" in names and module.get_submodule("q_proj").out_features == 2 * out.in_features
+    query = getattr(module, "q_proj", None)
+    gated = isinstance(query, nn.Linear) and query.out_features == 2 * out.in_features
     rows -= out.in_features if gated else 0
     kv_heads = (rows // head_dim - heads) // 2
     if kv_heads < 1 or (heads + 2 * kv_heads) * head_dim != rows or heads * head_dim != out.in_features:
