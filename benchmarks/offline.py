@@ -9,10 +9,12 @@ Workloads (random prompts, greedy, end-of-sequence ignored; prompts are new in e
     single    1 request of 8 tokens in, 128 out: output tokens per second
     prefill   1 request of 512 in, 1 out: input tokens per second
     batch    32 requests of 128 in, 64 out: output tokens per second
+    eight     8 requests of 32 in, 64 out: output tokens per second
 
 Forms of the embedded model: the GGUF as it is (q4_1), the same values as Q8_0 and F32 files, and in bfloat16. Headrace
 runs in exact and in bf16 arithmetic, once layer by layer (`unfused`), and once with torch's linears (`unpacked`);
-`transformers` is plain `generate`, beside F32. A round before the first one warms up.
+`transformers` is plain `generate`, beside F32. A round before the first one warms up. The form `gdn` is another model,
+with random weights of 0.4 GB in bfloat16: Gated DeltaNet in 6 of its 8 layers, as in Qwen3.5.
 
 `served` is the engine behind a router that streams to this process, on the same processors; its speed is printed as a
 part of the engine's in this process.
@@ -39,7 +41,7 @@ import gguf
 import machine
 import serving
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.core.plan import RowSampling
@@ -50,7 +52,12 @@ from headrace_worker.offline import OfflineEngine, Prompt
 
 VOCABULARY = 49_000
 PEERS = Path(__file__).parent / "peers"
-WORKLOADS = {"single": (1, 8, 128), "prefill": (1, 512, 1), "batch": (32, 128, 64)}  # requests, in, out
+WORKLOADS = {
+    "single": (1, 8, 128),
+    "prefill": (1, 512, 1),
+    "batch": (32, 128, 64),
+    "eight": (8, 32, 64),
+}  # requests, in, out
 KINDS = {"q8_0": gguf.GGMLQuantizationType.Q8_0, "f32": gguf.GGMLQuantizationType.F32}
 
 Run = Callable[[Sequence[list[int]], Sequence[int]], float]
@@ -97,6 +104,20 @@ def plain_model(source: str, dtype: torch.dtype = torch.float32, save: Path | No
         model.save_pretrained(save)
         (save / "tokenizer.json").write_bytes(loaded.facts.tokenizer_json)
     return model
+
+
+def delta_net_model(folder: Path) -> Any:
+    """Saves a random model with Gated DeltaNet in bfloat16; returns it in float32."""
+    config = AutoConfig.for_model(
+        "qwen3_5_text", hidden_size=1024, intermediate_size=3072, num_hidden_layers=8, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=128, linear_num_key_heads=8, linear_num_value_heads=16, linear_key_head_dim=128,
+        linear_value_head_dim=128, vocab_size=49_152, tie_word_embeddings=True, eos_token_id=2,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    source = ReplicaConfig(replica_id="peer", model="peer", source="smollm2")
+    (folder / "tokenizer.json").write_bytes(load(source).facts.tokenizer_json)
+    return model.float().eval()
 
 
 def headrace(source: str, arithmetic: Literal["exact", "bf16"] = "exact", plan: SurgeryPlan | None = None) -> Run:
@@ -197,6 +218,10 @@ def contenders(arguments: argparse.Namespace, folder: Path, stack: ExitStack) ->
         makers["headrace q4_1 unpacked"] = lambda: headrace("smollm2", plan=SurgeryPlan(linears=False, native=False))
     if "f32" in forms:
         makers["transformers f32"] = lambda: transformers(plain_model("smollm2"))
+    if "gdn" in forms:
+        model = delta_net_model(folder / "gdn")
+        makers["headrace gdn"] = lambda: headrace(str(folder / "gdn"))
+        makers["transformers gdn"] = lambda: transformers(model)
     for form, dtype in {"f32": torch.float32, "bf16": torch.bfloat16}.items():
         if form in forms and (arguments.vllm or form == "bf16"):
             plain_model("smollm2", dtype, folder / form)
@@ -223,7 +248,7 @@ def main() -> None:
     parser.add_argument("--vllm", metavar="PYTHON")
     parser.add_argument("--save", action="store_true", help="append to results/offline.jsonl")
     arguments = parser.parse_args()
-    for name, known in (("forms", {"q4_1", "bf16", *KINDS}), ("workloads", {*WORKLOADS})):
+    for name, known in (("forms", {"q4_1", "bf16", "gdn", *KINDS}), ("workloads", {*WORKLOADS})):
         if unknown := set(getattr(arguments, name).split(",")) - known:
             parser.error(f"--{name}: {', '.join(sorted(unknown))} is none of {', '.join(sorted(known))}")
     speeds: dict[str, list[float]] = {}
@@ -244,7 +269,8 @@ def main() -> None:
     medians = {name: round(median(values), 1) for name, values in speeds.items()}
     for name, value in medians.items():
         workload, _, contender = name.partition("/")
-        base = contender.replace("served", "headrace") if contender.startswith("served") else "headrace q4_1"
+        base = "headrace gdn" if contender.endswith("gdn") else "headrace q4_1"
+        base = contender.replace("served", "headrace") if contender.startswith("served") else base
         engine = medians.get(f"{workload}/{base}")
         print(f"{name:42s} {value:8.1f} tok/s" + (f"  {value / engine:5.2f} of {base}" if engine else ""))
     if arguments.save:

@@ -1,4 +1,4 @@
-"""Times of the ops against torch's own: ``python -m headrace_kernels.benchmark [packed|attention|rows] [gpu]``.
+"""Times of the ops against torch's own: ``python -m headrace_kernels.benchmark [packed|attention|rows|recurrent|gpu]``.
 
 ``gpu`` is ``headrace_kernels.gpu_benchmark`` and needs one. The others are for the CPU, with SmolLM2-135M's shapes:
 runs are interleaved, and each line gives the fastest: on a shared machine the least disturbed one (set
@@ -6,6 +6,7 @@ GOMP_SPINCOUNT=2000 there). Weights rotate through more memory than the caches h
 """
 
 import functools
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import torch
 
 from headrace_kernels import catalog, ops
 from headrace_kernels.gpu import availability
-from headrace_kernels.meta import AttentionMeta
+from headrace_kernels.meta import AttentionMeta, StateMeta
 from headrace_kernels.packed import Codes, Form, PackedWeight, pack_codes, pack_dense
 from headrace_kernels.registry import Op
 
@@ -24,13 +25,18 @@ HEADS, KV_HEADS, HEAD_DIM, BLOCK, HIDDEN, VOCAB = 9, 3, 64, 16, 576, 49152
 
 def fastest(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
     """Seconds of the fastest run of each, interleaved."""
-    best = dict.fromkeys(runs, float("inf"))
+    return {name: min(seconds) for name, seconds in measure(runs, rounds).items()}
+
+
+def measure(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of all runs of each, interleaved."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
             start = time.perf_counter()
             run()
-            best[name] = min(best[name], time.perf_counter() - start)
-    return best
+            times[name].append(time.perf_counter() - start)
+    return times
 
 
 def on_cpu(op: Op[Any]) -> list[str]:
@@ -143,6 +149,53 @@ def rows() -> None:
         _compare(count, catalog.ROW_LOGSUMEXP, scores)
 
 
+def recurrent() -> None:
+    """A Gated DeltaNet layer of Qwen3.5-9B: what lies between its projections, beside its products and its MLP's."""
+    hidden, key_heads, heads, dim, layers = 4096, 16, 32, 128, 4  # as many layers as caches do not hold
+    keys, values = key_heads * dim, heads * dim
+    sizes = [2 * keys + values, values, heads, heads]
+    shapes = ((sum(sizes), hidden), (hidden, values), (24576, hidden), (hidden, 12288))
+    taps, weight, rate = torch.randn(4, sizes[0]), torch.rand(dim), torch.rand(heads)
+    forms: dict[str, Callable[[int, int], PackedWeight]] = {
+        "4 bits": lambda out, inner: pack_codes(
+            Codes(torch.randint(0, 16, (out, inner), dtype=torch.uint8), torch.rand(out, inner // 32).half()),
+            Form.CODES4,
+        ),
+        "bfloat16": lambda out, inner: pack_dense(torch.randn(out, inner).bfloat16()),
+    }
+
+    def states(projected: torch.Tensor, meta: StateMeta, pools: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        for inputs, state in pools:
+            mixed, gate, b, a = torch.split(projected, sizes, 1)
+            parts = torch.split(ops.causal_conv(mixed, taps.t(), inputs, meta, None, True), [keys, keys, values], 1)
+            query, key, value = (part.view(len(part), -1, dim) for part in parts)
+            out = ops.delta_rule(query, key, value, ops.softplus(a) * -rate, ops.sigmoid(b), state, meta)
+            ops.rms_norm(out, weight, 1e-6).flatten(1) * (gate * ops.sigmoid(gate))
+
+    for form, make in forms.items():
+        weights = [make(*shape) for shape in shapes]
+        for sequences, tokens in ((8, 1), (1, 512)):
+            count = sequences * tokens
+            slots = torch.arange(1, sequences + 1, dtype=torch.int32)
+            meta = StateMeta(torch.arange(0, count + 1, tokens, dtype=torch.int32), slots, slots)
+            pools = [
+                (torch.zeros(sequences + 1, 3, sizes[0]), torch.zeros(sequences + 1, heads, dim, dim))
+                for _ in range(layers)
+            ]
+            inputs = {inner: torch.randn(count, inner) for _, inner in shapes}
+            runs: dict[str, Callable[[], object]] = {
+                "products": functools.partial(_products, weights, inputs, False),
+                "states": functools.partial(states, torch.randn(count, sum(sizes)), meta, pools),
+            }
+            times = {name: statistics.median(seconds) * 1e3 for name, seconds in measure(runs, rounds=5).items()}
+            product, state = times["products"], times["states"] / layers
+            step = 24 * state / (32 * product + 24 * state)
+            print(
+                f"recurrent {form}, {sequences} x {tokens} tokens: products {product:.1f} ms a layer, all between them "
+                f"{state:.2f} ms: {state / (product + state):.1%}; {step:.1%} of a step with 24 of 32 such layers"
+            )
+
+
 def gpu() -> None:
     """The Triton ops."""
     from headrace_kernels.gpu_benchmark import GpuBenchmark
@@ -163,7 +216,12 @@ def _compare(count: int, op: Op[Any], *arguments: object) -> None:
 def main() -> None:
     """Runs the named part, or all."""
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads; {' '.join(catalog.describe())}")
-    parts: dict[str, Callable[[], None]] = {"packed": packed, "attention": attention, "rows": rows}
+    parts: dict[str, Callable[[], None]] = {
+        "packed": packed,
+        "attention": attention,
+        "rows": rows,
+        "recurrent": recurrent,
+    }
     if torch.cuda.is_available() and availability.missing() is None:
         parts["gpu"] = gpu
     with torch.inference_mode():

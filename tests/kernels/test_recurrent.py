@@ -33,7 +33,7 @@ def _inputs(
     """Query, key, value, decay and beta; the first three are views of one tensor."""
     key_heads, heads, rows, columns = sizes
     merged = torch.randn(tokens, 2 * key_heads * rows + heads * columns)
-    parts = merged.split((key_heads * rows, key_heads * rows, heads * columns), 1)
+    parts = torch.split(merged, [key_heads * rows, key_heads * rows, heads * columns], 1)
     query, key, value = (part.unflatten(1, (-1, size)) for part, size in zip(parts, (rows, rows, columns), strict=True))
     decay = torch.randn((tokens, heads, rows) if by_channel else (tokens, heads))
     return query, key, value, -decay.abs() / 4, torch.rand(tokens, heads)

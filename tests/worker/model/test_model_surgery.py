@@ -1,23 +1,30 @@
 """Changes from outside: they are applied where expected, and change no result."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGated
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
+from headrace_kernels.packed import Form
 from headrace_worker.comm.parallel_context import ParallelContext, SingleRank
 from headrace_worker.model.cache_layout import cache_layout, layer_windows
-from headrace_worker.model.load import LoadedModel
+from headrace_worker.model.load import LoadedModel, load
+from headrace_worker.model.packable import PackedLinear
+from headrace_worker.model.surgery.experts import FusedExperts, FusedRouter
 from headrace_worker.model.surgery.mlp import fuse_mlp
 from headrace_worker.model.surgery.norms import fuse_norm
+from support.ranks.families import tiny_options
+from support.worker.tiny_models import replica_config, save_random
 
-FUSED = {  # family -> modules of each kind that replace the original ones, of 3 (Gemma 2: 4) layers
+FUSED: dict[str, dict[str, int]] = {  # modules of each kind that replace the original ones
     "llama": {"FusedAttention": 3, "FusedMlp": 3, "FusedLayer": 3, "FusedRmsNorm": 7},
     "llama-bias": {"FusedAttention": 3, "FusedMlp": 3, "FusedLayer": 3, "FusedRmsNorm": 7},
     "qwen2": {"FusedAttention": 3, "FusedMlp": 3, "FusedLayer": 3, "FusedRmsNorm": 7},
@@ -26,6 +33,11 @@ FUSED = {  # family -> modules of each kind that replace the original ones, of 3
     "gemma2": {"FusedAttention": 4, "FusedMlp": 4, "FusedLayer": 4, "FusedRmsNorm": 17},
     "gemma3_text": {"FusedAttention": 6, "FusedMlp": 6, "FusedLayer": 6},
     "phi3": {"FusedAttention": 3, "FusedMlp": 3, "FusedLayer": 3, "FusedRmsNorm": 7},
+    "qwen3_5_text": {"FusedAttention": 1, "FusedDeltaNet": 3, "FusedMlp": 4, "FusedLayer": 1, "FusedRmsNorm": 11},
+    "qwen3_next": {
+        **{"FusedAttention": 1, "FusedDeltaNet": 3, "FusedMlp": 20, "FusedLayer": 1, "FusedRmsNorm": 11},
+        **{"FusedExperts": 4, "FusedRouter": 4, "FusedSharedMoe": 4},
+    },
     "granite": {"FusedAttention": 3, "FusedMlp": 3, "FusedLayer": 3, "FusedRmsNorm": 7},
     "granitemoehybrid": {"FusedAttention": 1, "FusedRmsNorm": 7, "FusedGatedNorm": 2},
     "bamba": {"FusedAttention": 1, "FusedMlp": 3, "FusedRmsNorm": 7, "FusedGatedNorm": 2},
@@ -39,6 +51,26 @@ def test_fused_where_the_structure_is_known(family: str, load_tiny: Callable[...
     assert {name: kinds.count(name) for name in FUSED[family]} == FUSED[family]
     # A linear that stays plain was missed.
     assert "Linear" not in kinds
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_experts_have_the_same_bits_in_any_batch(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Those of a checkpoint in bfloat16 stay so."""
+    folder = save_random(tiny_options(family), tmp_path)
+    if dtype is not torch.float32:
+        AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).save_pretrained(folder)
+    model = load(replica_config(folder)).module
+    found = [module for module in model.modules() if isinstance(module, FusedExperts | FusedRouter)]
+    assert len(found) == 6
+    products = [module for one in found for module in one.modules() if isinstance(module, PackedLinear)]
+    wanted = Form.FLOAT32 if dtype is torch.float32 else Form.BFLOAT16
+    assert len(products) == 3 * (2 * 4 + 1) and {product.packed.form for product in products} == {wanted}
+    x = torch.randn(1, 23, 48)
+    for block in [module for module in model.modules() if type(module).__name__.endswith("SparseMoeBlock")]:
+        whole = block(x)
+        for size in (1, 4, 9):
+            assert torch.equal(torch.cat([block(part) for part in x.split(size, 1)], 1), whole)
 
 
 def test_no_weight_is_kept_twice(load_tiny: Callable[..., LoadedModel]) -> None:

@@ -26,8 +26,8 @@ from headrace_worker.model.source import resolve
 from headrace_worker.offline import Completion, OfflineEngine, Prompt
 from support.worker.tiny_models import RECURRENT, RECURRENT_WITH_IMAGES, TINY, auto_class, replica_config
 
-# Beside them torch computes experts in products whose bits depend on the batch.
-EXACT = {*RECURRENT} - {"qwen3_next", "qwen3_5_moe_text", "lara_mini", "lfm2_moe"}
+# Their experts are torch's, in products whose bits depend on the batch.
+INEXACT = ("lfm2_moe",)
 GREEDY = RowSampling(temperature=0.0, logprobs=1)
 NEW = 10
 
@@ -81,7 +81,7 @@ def run(
 
 def bits(subject: Subject, completions: Sequence[Completion]) -> list[Any]:
     """Tokens, and log-probabilities unless torch computes parts whose bits depend on the batch."""
-    exact = subject.loaded.config.model_type in EXACT
+    exact = subject.loaded.config.model_type not in INEXACT
     return [(done.token_ids, [entry.logprob for entry in done.logprobs] if exact else []) for done in completions]
 
 

@@ -71,8 +71,7 @@ template <class T> struct Convolution {
 
     void run(Team& team, const Sequences& sequences) const {
         const int64_t size = (width - 1) * channels;
-        std::fill(out, out + sequences.starts[0] * channels, T{});
-        std::fill(out + sequences.starts[sequences.count] * channels, out + tokens * channels, T{});
+        if (team.rank == 0) sequences.clear_others(out, tokens, channels);
         auto [from, to] = team.part(tokens);
         for (int64_t s = 0, next; s < sequences.count; s = next) {
             next = sequences.end(s);
@@ -233,11 +232,7 @@ struct Rule {
             for (; t < to; t++)
                 for (int64_t h = 0; h < key_heads; h++) prepare(t, h);
         });
-        const int64_t first = sequences.starts[0], last = sequences.starts[sequences.count];
-        if (team.rank == 0) {
-            std::fill(out, out + first * heads * columns, 0.f);
-            std::fill(out + last * heads * columns, out + tokens * heads * columns, 0.f);
-        }
+        if (team.rank == 0) sequences.clear_others(out, tokens, heads * columns);
         const std::unique_ptr<float[]> space(new float[(rows + 2) * COLUMNS + 2 * rows]);
         team.take(sequences.count * heads, [&](int64_t i) {
             const int64_t s = i / heads, h = i % heads;

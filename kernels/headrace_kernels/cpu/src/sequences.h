@@ -1,5 +1,6 @@
 // The pieces of sequences that a step computes in layers with recurrent state. `recurrent.py` and `scans.py` pass them.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 
 struct Sequences {
@@ -14,6 +15,12 @@ struct Sequences {
             if (reads[s] < 0 || reads[s] >= slots || writes[s] < 0 || writes[s] >= slots) return 4;
         }
         return 0;
+    }
+
+    // The rows of tokens of no sequence. By one thread.
+    template <class T> void clear_others(T* out, int64_t tokens, int64_t size) const {
+        std::fill(out, out + starts[0] * size, T{});
+        std::fill(out + starts[count] * size, out + tokens * size, T{});
     }
 
     bool empty(int64_t s) const { return starts[s] == starts[s + 1]; }

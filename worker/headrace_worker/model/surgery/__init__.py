@@ -1,6 +1,7 @@
 """Changes to a model from outside: fewer, larger operations with the same results.
 
-    load ──▶ norms ──▶ attention (q/k/v in one) ──▶ MLP (gate/up in one) ──▶ layers (residual + norm) ──▶ linears
+    load ──▶ norms ──▶ attention (q/k/v in one), DeltaNet (all in one) ──▶ MLP (gate/up in one) ──▶ experts
+         ──▶ layers (residual + norm) ──▶ linears
 
 Each piece is optional, recognises modules by structure, and a replacement is kept only if it computes the original's
 numbers on a small random input. Modules that are not recognised stay unchanged.

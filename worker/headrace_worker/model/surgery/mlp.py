@@ -23,14 +23,17 @@ class FusedMlp(nn.Module):
         return out
 
 
+def activation(module: nn.Module) -> bool | None:
+    """Whether a module's activation is GELU by the tangent; None unless that or SiLU."""
+    name = type(getattr(module, "act_fn", getattr(module, "activation_fn", None))).__name__
+    return True if name == "GELUTanh" else False if name in ("SiLU", "SiLUActivation") else None
+
+
 def fuse_mlp(module: nn.Module, verify: bool) -> FusedMlp | None:
     """The replacement of a gated MLP, or None."""
     children = {name: child for name, child in module.named_children() if name not in ("act_fn", "activation_fn")}
-    act = getattr(module, "act_fn", getattr(module, "activation_fn", None))
-    gelu = type(act).__name__ == "GELUTanh"
-    if not gelu and type(act).__name__ not in ("SiLU", "SiLUActivation"):
-        return None
-    if not all(map(is_plain, children.values())):
+    gelu = activation(module)
+    if gelu is None or not all(map(is_plain, children.values())):
         return None
     if set(children) == {"gate_proj", "up_proj", "down_proj"}:
         gate_up: nn.Module = merge_linears([module.get_submodule("gate_proj"), module.get_submodule("up_proj")])

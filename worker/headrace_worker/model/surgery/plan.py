@@ -8,8 +8,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from headrace_kernels.cpu import library
 from headrace_worker.model.cache_layout import layer_windows
 from headrace_worker.model.packable import reads_weight
+from headrace_worker.model.surgery.experts import fuse_experts, fuse_shared_experts
 from headrace_worker.model.surgery.layers import fuse_layer
 from headrace_worker.model.surgery.linears import check_invariant, make_linear_invariant, pack_left_factor, pack_linear
 from headrace_worker.model.surgery.mlp import fuse_mlp
@@ -46,11 +48,14 @@ def apply(model: PreTrainedModel, plan: SurgeryPlan) -> list[str]:
         layer = getattr(module, "layer_idx", getattr(getattr(module, "self_attn", None), "layer_idx", None))
         return windows[int(layer or 0)] or 0
 
+    packs = plan.mlp and plan.linears and library.missing() is None
     pieces: list[tuple[bool, str, Callable[[nn.Module], nn.Module | None]]] = [
         (plan.norms, "norms", fuse_norm),
         (plan.attention, "attentions", _Once(fuse_attention, window_of)),
         (plan.attention, "DeltaNets", _Once(fuse_delta_net, window_of)),
         (plan.mlp, "MLPs", _Once(lambda module, _window, verify: fuse_mlp(module, verify), window_of)),
+        (packs, "experts and routers", _Once(fuse_experts, window_of)),
+        (packs, "shared experts", _Once(fuse_shared_experts, window_of)),
         (plan.layers, "layers", _Once(fuse_layer, window_of)),
         (
             plan.linears or plan.deterministic,

@@ -44,7 +44,8 @@ class FusedDeltaNet(nn.Module):
     def forward(self, hidden_states: Tensor, **_: Any) -> Tensor:
         """hidden_states [1, T, N] -> [1, T, N]."""
         values = self.heads * self.value_dim
-        mixed, gate, b, a = self.in_proj(hidden_states)[0].split((self.channels, values, self.heads, self.heads), 1)
+        sizes = [self.channels, values, self.heads, self.heads]
+        mixed, gate, b, a = torch.split(self.in_proj(hidden_states)[0], sizes, 1)
         inputs, meta = layer_state(self.layer_idx, "conv")
         states, _meta = layer_state(self.layer_idx, "recurrent")
         keys = self.key_heads * self.key_dim
@@ -89,8 +90,8 @@ def _sorted_by_part(module: Any, qkvz: nn.Module, ba: nn.Module) -> list[nn.Modu
     group = module.num_v_heads // module.num_k_heads
     values = group * module.head_v_dim
     sorted_linears: list[nn.Module] = []
-    for linear, sizes in ((qkvz, (module.head_k_dim, module.head_k_dim, values, values)), (ba, (group, group))):
+    for linear, sizes in ((qkvz, [module.head_k_dim] * 2 + [values] * 2), (ba, [group, group])):
         assert isinstance(linear, nn.Linear)
-        rows = torch.arange(linear.out_features).view(-1, sum(sizes)).split_with_sizes(sizes, 1)
+        rows = torch.split(torch.arange(linear.out_features).view(-1, sum(sizes)), sizes, 1)
         sorted_linears.append(take_outputs(linear, torch.cat([part.flatten() for part in rows])))
     return sorted_linears

@@ -81,7 +81,7 @@ def fuse_attention(module: nn.Module, window: int, verify: bool) -> FusedAttenti
     assert isinstance(out, nn.Linear) and isinstance(first, nn.Linear)
     rows = sum(linear.out_features for linear in linears if isinstance(linear, nn.Linear)) - out.out_features
     heads = out.in_features // head_dim
-    query = dict(module.named_children()).get("q_proj")
+    query = getattr(module, "q_proj", None)
     gated = isinstance(query, nn.Linear) and query.out_features == 2 * out.in_features
     rows -= out.in_features if gated else 0
     kv_heads = (rows // head_dim - heads) // 2
