@@ -159,8 +159,7 @@ class StateSlots:
         last = end // size * size
         if last <= start:
             return
-        if start < state.prompt_len:
-            yield from sorted(blocks * size for blocks in state.borders if start < blocks * size <= end)
+        yield from sorted(blocks * size for blocks in state.borders if start < blocks * size <= end)
         if last >= state.prompt_len and last // size not in state.borders:
             yield last
 
