@@ -110,6 +110,68 @@ def test_a_superseded_turn_is_evicted_first() -> None:
     assert answered(bench, other + [3] * 5)[0].cached_tokens == 12
 
 
+def tokens(random: Random, count: int) -> list[int]:
+    return [random.randrange(10, 900) for _ in range(count)]
+
+
+def drain(bench: Bench) -> None:
+    while bench.engine.has_work:
+        bench.engine.step()
+        bench.scheduler.check()
+
+
+def test_a_prompt_that_was_preempted_starts_again_when_all_of_it_fits() -> None:
+    """Beside a stream that grows: the blocks of its first chunk would be free again, and again be too few."""
+    random = Random(1)
+    bench = bench_of(num_blocks=101, budget=32)
+    stream, prompt = bench.request(tokens(random, 100), 200), bench.request(tokens(random, 300), 4)
+    bench.engine.submit(stream)
+    for _ in range(10):
+        bench.engine.step()
+    bench.clock.now = prompt.arrival = 1.0
+    bench.engine.submit(prompt)
+    drain(bench)
+    assert stream.finish is not None and prompt.preemptions <= 2
+
+
+def test_a_long_prompt_goes_on_from_its_newest_chunk() -> None:
+    """Another tenant's requests preempt it: it is not starved, and leaves one snapshot more than others."""
+    random = Random(1)
+    bench = bench_of(num_blocks=2001, max_num_seqs=2, budget=32)
+    stream = bench.request(tokens(random, 20), 3000, salt=b"a", tenant_salt=b"a")
+    prompt = bench.request(tokens(random, 600), 4, salt=b"a", tenant_salt=b"a", arrival=1.0)
+    bench.engine.submit(stream)
+    bench.engine.step()
+    bench.engine.submit(prompt)
+    for step in range(200):
+        if step % 12 == 11:
+            bench.engine.submit(bench.request(tokens(random, 12), 2, tenant_salt=b"b", arrival=2.0 + step))
+        bench.engine.step()
+        bench.scheduler.check()
+    assert prompt.finish is not None and prompt.preemptions > 1
+    bench.engine.cancel(stream.attempt_id)
+    drain(bench)
+    states = bench.kv.states
+    assert states is not None
+    assert bench.kv.lookup(prompt.chain, 600).tokens == 600 and bench.kv.lookup(prompt.chain, 591).tokens == 0
+
+
+def test_followers_wait_for_no_snapshot_that_has_no_room() -> None:
+    bench = bench_of(max_num_seqs=16, state_slots=1 + 2 * 16, budget=256)
+    history = [*SYSTEM, 7]
+    _, answer = answered(bench, history)
+    for _ in range(8):
+        bench.engine.submit(bench.request([3] * 9, 100))
+    for _ in range(5):
+        bench.engine.step()
+    turns = [bench.request([*history, *answer, *SYSTEM], 1) for _ in range(6)]
+    for turn in turns:
+        bench.engine.submit(turn)
+    for _ in range(4):
+        bench.engine.step()
+    assert all(turn.finish is not None for turn in turns)
+
+
 def test_doubtful_states_are_forgotten() -> None:
     bench = bench_of()
     request, _ = answered(bench, SYSTEM)

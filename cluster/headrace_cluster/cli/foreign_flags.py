@@ -56,6 +56,12 @@ _NAMES = {
     ("--cache-threshold", "--balance-abs-threshold", "--balance-rel-threshold"): _PLACED,
     ("--kv-events-config", "--request-router-class", "--router-use-kv-events"): _PLACED,
     ("--session-key",): _SESSIONS,
+    ("--mamba-ssm-cache-dtype", "--mamba-ssm-dtype"): "recurrent states are kept in float32; leave it out",
+    ("--mamba-cache-mode", "--enable-mamba-cache-stochastic-rounding"): _ALWAYS,
+    ("--max-mamba-cache-size", "--mamba-full-memory-ratio"): "--state-snapshots N",
+    ("--language-model-only", "--limit-mm-per-prompt", "--mmproj", "-mm"): (
+        "of a checkpoint with images the language model alone is served; leave it out"
+    ),
 }
 FLAGS = {name: here for names, here in _NAMES.items() for name in names}
 

@@ -167,7 +167,7 @@ def _check_headers(
         device = model.device if model.device != "auto" else "cuda"  # if unknown, the one with the smaller sizes
         if machine is not None and machine.gpus is not None:
             device = "cuda" if gpus_per_rank(spec.models, model, machine.gpus, "this machine") else "cpu"
-        config = replica_config(model.shaped(pool), replica_id="", device=device)
+        config = replica_config(model.shaped(pool), replica_id="", device=device, role=pool.role)
         headers = read_headers(source, trust_remote_code=model.trust_remote_code)
         check_length(config, headers)
         if model.chat_template is not None and spec.ray.address is None:

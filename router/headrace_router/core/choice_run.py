@@ -227,10 +227,9 @@ class ChoiceRun(Generic[C]):
         holder = self._previous
         if holder is None and not self._leads and self.prompt.long:
             holder = self.prompt.replica
-        usable = holder is not None and holder.connected and holder is not target and not self._in_doubt
-        if holder is not None and usable and not (holder.scheme is not None and holder.scheme.states):
-            return KvSource(holder, cached_only=True)
-        return None
+        if holder is None or not holder.connected or holder is target or self._in_doubt or holder.keeps_states:
+            return None
+        return KvSource(holder, cached_only=True)
 
     def _take_tokens(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], finish: int, error: str

@@ -3,7 +3,7 @@
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Self
 
 import numpy as np
@@ -35,17 +35,17 @@ class PromptBlocks:
 
     @cached_property
     def digests(self) -> Digests:
-        """Of all groups."""
-        return np.concatenate([group.digests for group in self.groups])
+        """Of all groups with keys and values."""
+        return np.concatenate([group.digests for group in self.groups if group.snapshot is None])
 
     @cached_property
     def expected(self) -> Digests:
         """Distinct ones that a replica which computes the prompt will have: the same array for all attempts."""
-        most = MAX_EXPECTED // len(self.groups)
-        kept = [
-            group.digests[:most] if group.snapshot is None else group.digests[group.snapshot - 1 : group.snapshot]
-            for group in self.groups
-        ]
+        most = MAX_EXPECTED // sum(group.snapshot is None for group in self.groups)
+        kept = []
+        for group in self.groups:
+            last = most if group.snapshot is None else min(most, group.snapshot)
+            kept.append(group.digests[0 if group.snapshot is None else last - 1 : last])
         return np.unique(np.concatenate(kept))
 
     def cached_tokens(self, index: PrefixIndex, tokens: int, *, held: bool = False) -> Lengths:
@@ -182,6 +182,7 @@ class ReplicaBlocks:
         self.held = 0  # blocks that the replica has
         self.full = False  # the index had no place for some of them
         self._cleared: list[int] = []  # slots that it has closed
+        self.state_group = -1  # that of snapshots of recurrent state, which are dropped as soon as a newer one is there
         self._closed = False
         self._boot_id = b""
         self._sequence = 0
@@ -223,7 +224,8 @@ class ReplicaBlocks:
                 events = events[last:]
         applied = 0
         for event in events:
-            for hashes, apply in ((event.removed, self._remove), (event.stored, self._add)):
+            remove = partial(self._remove, followed=event.group != self.state_group)
+            for hashes, apply in ((event.removed, remove), (event.stored, self._add)):
                 for start in range(0, len(hashes), SLICE_HASHES):
                     if applied >= SLICE_HASHES:
                         applied = 0
@@ -313,13 +315,14 @@ class ReplicaBlocks:
             self._store(np.array(some, np.uint64), expected=True)
             yield
 
-    def _remove(self, digests: Digests) -> None:
+    def _remove(self, digests: Digests, *, followed: bool) -> None:
         digests = np.unique(digests)
         self._end_expectation(digests)
         removed = self._index.remove(self.slot, digests)
         # An increment may also remove what was stored and removed since the last one.
         self.held = max(0, self.held - (len(digests) if self.full else removed))
-        self._index.reuse.dropped(digests)
+        if followed:
+            self._index.reuse.dropped(digests)
 
     def _add(self, digests: Digests) -> None:
         digests = np.unique(digests)  # the table requires it; a peer may send anything

@@ -125,6 +125,21 @@ def test_increments_must_follow_a_snapshot_without_a_gap() -> None:
     assert not index.match(ALL).any()
 
 
+def test_snapshots_that_are_dropped_say_nothing_of_the_caches() -> None:
+    """A newer one of the same answer takes their place."""
+    shares = []
+    for group in (0, 1):
+        index = PrefixIndex(1 << 14)
+        blocks = ReplicaBlocks(index)
+        blocks.state_group = 1
+        events = [CacheEvent(group=group, stored=HASHES)]
+        blocks.receive(frame(snapshot=True, snapshot_end=True, events=events))
+        blocks.receive(frame(sequence=2, events=[CacheEvent(group=group, removed=HASHES)]))
+        index.reuse.asked(ALL)
+        shares.append(index.reuse.share)
+    assert shares[0] > shares[1] == PrefixIndex(1 << 14).reuse.share
+
+
 def test_blocks_just_sent_are_expected() -> None:
     """So that siblings go together, before the replica reports any of their blocks."""
     index = PrefixIndex(1 << 14)

@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDeltaAttention
 
 from headrace_kernels.meta import StateMeta
-from headrace_proto.errors import ModelUnsupportedError
+from headrace_proto.errors import MemoryTooSmallError, ModelUnsupportedError
 from headrace_proto.role import Role
 from headrace_worker.core.plan import RowSampling
 from headrace_worker.model.attention import StepContext, step_context
@@ -24,7 +24,7 @@ from headrace_worker.model.load import LoadedModel, load
 from headrace_worker.model.recurrent import redirect_module
 from headrace_worker.model.source import resolve
 from headrace_worker.offline import Completion, OfflineEngine, Prompt
-from support.worker.tiny_models import RECURRENT, RECURRENT_WITH_IMAGES, TINY, auto_class, replica_config
+from support.worker.tiny_models import RECURRENT, RECURRENT_WITH_IMAGES, TINY, auto_class, replica_config, save_random
 
 # Their experts are torch's, in products whose bits depend on the batch.
 INEXACT = ("lfm2_moe",)
@@ -131,6 +131,14 @@ def test_hits_next_turns_and_choices(subject: Subject, prompts: list[list[int]])
     assert bits(subject, choices) == bits(subject, first[:1] * 3)
 
 
+@pytest.mark.parametrize("family", ["qwen3_5_text", "bamba", "jamba", "lfm2"])
+def test_deterministic(family: str, tiny: Callable[[str], Path], prompts: list[list[int]]) -> None:
+    subject = Subject(tiny(family))
+    subject.loaded = load(replica_config(subject.folder, deterministic=True))
+    done = run(subject.engine(deterministic=True), prompts)
+    assert [completion.token_ids for completion in done] == [subject.expected(prompt) for prompt in prompts]
+
+
 def test_after_failed_steps_requests_start_again(subject: Subject, prompts: list[list[int]]) -> None:
     engine = subject.engine()
     expected = bits(subject, run(engine, prompts))
@@ -197,6 +205,15 @@ def test_what_is_not_done_with_states_is_refused(
         check_length(config, headers)
 
 
+def test_a_model_with_attention_alone_is_like_others(tmp_path: Path) -> None:
+    """Granite 4 Micro is of a family with recurrent layers, and has none: it may compute prompts for others."""
+    options = {**RECURRENT["granitemoehybrid"], "layer_types": ["full_attention"] * 3}
+    folder = save_random({"model_type": "granitemoehybrid", **TINY, **options}, tmp_path)
+    config = replica_config(folder, role=Role.PREFILL)
+    check_length(config, read_headers(resolve(config.source, "auto", None)))
+    assert load(config).layout.states == ()
+
+
 def test_rows_are_as_many_as_have_memory_for_their_states(tiny: Callable[[str], Path]) -> None:
     subject = Subject(tiny("qwen3_next"))
     layout = subject.loaded.layout
@@ -206,3 +223,6 @@ def test_rows_are_as_many_as_have_memory_for_their_states(tiny: Callable[[str], 
         assert memory // 2 < size.num_bytes <= memory and size.max_num_seqs == rows
         assert size.state_slots == (1 + 2 * rows + snapshots if snapshots is not None else 14)
         assert f"{size.state_slots} recurrent states of" in size.note
+        assert size.warnings[0].startswith(f"{rows} requests at a time instead of 8, since each needs two recurrent")
+    with pytest.raises(MemoryTooSmallError, match=r"--state-snapshots 12 and the two states .* give 7 or fewer"):
+        subject.engine(kv_cache_memory=2 * 14 * layout.slot_bytes, state_snapshots=12)

@@ -28,6 +28,8 @@ class BlockSearch:
         hit = kv.lookup(request.chain, usable)
         chunk_end = hit.tokens + min(len(tokens) - hit.tokens, budget)
         spare = 0 if idle else int(kv.pool.total * self._watermark)
-        found = kv.cost_of(hit, chunk_end) + spare <= kv.pool.available
+        # Of a prompt with recurrent state few borders are cached: it does not start again before all of it fits.
+        needed = len(tokens) if kv.states is not None and request.preemptions and not idle else chunk_end
+        found = kv.cost_of(hit, needed) + spare <= kv.pool.available
         self._failed = None if found else request
         return (hit, chunk_end) if found else None

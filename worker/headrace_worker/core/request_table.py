@@ -27,9 +27,10 @@ class RequestTable:
         self.waiting.take(request)
         request.table = self.kv.new_table(hit)
         if self.kv.states is not None:
-            is_new, parts = request.started is None, hit.covered > hit.tokens
-            branch = hit.covered // self.kv.block_size if is_new and parts else 0
-            self.kv.states.begin(request.table.state, request.prompt_len, hit.tokens, hit.snapshot, branch)
+            again, parts = request.started is not None, hit.covered > hit.tokens
+            branch = hit.covered // self.kv.block_size if parts and not again else 0
+            state = request.table.state
+            self.kv.states.begin(state, request.prompt_len, hit.tokens, hit.snapshot, branch, again=again)
         request.computed = hit.tokens
         request.row, row_use = self.rows.allocate()
         self.guided += request.guide is not None

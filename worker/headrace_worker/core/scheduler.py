@@ -262,7 +262,7 @@ class Scheduler:
             found = self._blocks.find(request, draft.room(request), idle=not self.running)
             if found is None:
                 return
-            looked_up += 1 + found[0].tokens // self.kv.block_size
+            looked_up += 1 + found[0].covered // self.kv.block_size
             if request.scores or not self._followers.set_aside(request, found[0]):
                 self._start(draft, request, *found)
 

@@ -23,7 +23,7 @@ from headrace_worker.model.converted import converted
 from headrace_worker.model.facts import ModelFacts, read_facts
 from headrace_worker.model.gguf import GgufWeights
 from headrace_worker.model.gguf_file import GgufFile
-from headrace_worker.model.refusals import RECURRENT, check_recurrent, check_rope
+from headrace_worker.model.refusals import check_recurrent, check_rope, keeps_states
 from headrace_worker.model.sharding.shard import Sharding, shard
 from headrace_worker.model.source import ModelSource, resolve
 from headrace_worker.model.text_part import TextNames, text_config
@@ -84,11 +84,7 @@ def load(
     hf_config = read_config(source, gguf, config.trust_remote_code)
     text = text_config(hf_config)
     check_rope(text, config.max_model_len)
-    check_recurrent(text, config)
-    if text.model_type in RECURRENT and place.type != "cpu":
-        raise ModelUnsupportedError(
-            f"{text.model_type} keeps recurrent state, which is computed on CPUs only so far: use --device cpu."
-        )
+    check_recurrent(text, config, place.type)
     report("building the model", 0.1)
     model = build_meta(text, dtype, config.trust_remote_code)
     vocab_size = output_rows(model)
@@ -99,7 +95,7 @@ def load(
         )
         buffers.compute_buffers(model, place)
         sharding = shard(model, parallel, place)
-        states = recurrent.redirect(model, parallel) if text.model_type in RECURRENT else ()
+        states = recurrent.redirect(model, parallel) if keeps_states(text) else ()
         layout = cache_layout(model.config, config.block_size, dtype.itemsize, parallel, states)
         names = TextNames(hf_config, model) if hf_config is not text and source.weights else None
         weights = open_weights(source, model, sharding, gguf, names)

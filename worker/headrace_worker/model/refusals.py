@@ -216,10 +216,25 @@ def check_layer_types(config: Any) -> None:
         )
 
 
-def check_recurrent(config: Any, replica: ReplicaConfig) -> None:
-    """Refuses what is not done with recurrent state. Raises ModelUnsupportedError."""
-    if config.model_type not in RECURRENT:
+def keeps_states(config: Any) -> bool:
+    """Whether some layers keep recurrent state: in a family that has such, a model may have layers of attention alone.
+
+    Of a config.json without `layer_types`, which some families derive, it is not known: True.
+    """
+    kinds = config_value(config, "layer_types")
+    if config.model_type not in RECURRENT or not isinstance(kinds, list | tuple):
+        return bool(config.model_type in RECURRENT)
+    return any(kind in STATE_TYPES for kind in kinds)
+
+
+def check_recurrent(config: Any, replica: ReplicaConfig, device_type: str = "cpu") -> None:
+    """Refuses what is not done with recurrent state. device_type: if it is known. Raises ModelUnsupportedError."""
+    if not keeps_states(config):
         return
+    if device_type != "cpu":
+        raise ModelUnsupportedError(
+            f"{config.model_type} keeps recurrent state, which is computed on CPUs only so far: use --device cpu."
+        )
     if replica.role is not Role.BOTH:
         raise ModelUnsupportedError(
             f"{config.model_type} keeps recurrent state, which is not transferred yet: its replicas compute every "

@@ -45,7 +45,7 @@ def start_facts(
         block_size=model.layout.block_size,
         weight_bytes=model.weight_bytes,
         defaults=model.facts.defaults,
-        warnings=model.warnings,
+        warnings=[*model.warnings, *size.warnings],
         notes=[*describe(), *model.notes, *team_notes, size.note, *notes],
     )
 

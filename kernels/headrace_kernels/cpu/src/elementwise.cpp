@@ -84,25 +84,13 @@ void activate(Team& team, float* out, const float* gate, int64_t gate_stride, co
     team.share(rows, [&](int64_t from, int64_t to) {
         const auto run = [&](auto function) { activate_rows(out, gate, gate_stride, up, up_stride, from, to, n, function); };
         if (activation == SILU)
-            run([](floats x, floats y) { return x / (1.f + exponential(-x)) * y; });
+            run([](floats x, floats y) { return silu(x) * y; });
         else
             run([](floats x, floats y) {
                 return 0.5f * x * (1.f + hyperbolic_tangent(0.7978845608028654f * (x + 0.044715f * x * x * x))) * y;
             });
     });
 }
-
-namespace {
-
-// log(1 + e**x): of 1 + e**-|x| by the series of the inverse hyperbolic tangent, whose argument is 1/3 at most.
-inline floats softplus(floats x) {
-    const floats e = exponential(pick(x > floats{}, -x, x)), s = e / (2.f + e), z = s * s;
-    floats series = spread(1.f / 15);
-    for (int i = 13; i > 0; i -= 2) series = multiply_add(series, z, spread(1.f / i));
-    return pick(x > floats{}, x, floats{}) + 2.f * s * series;
-}
-
-}  // namespace
 
 extern "C" void headrace_rms_norm(float* out, const float* x, int64_t x_stride, const float* weight, int64_t rows,
                                   int64_t n, float eps, int64_t threads) {

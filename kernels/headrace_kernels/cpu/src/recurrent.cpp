@@ -48,7 +48,7 @@ template <class T> struct Convolution {
     const T *taps, *bias;  // bias may be null
     T* pool;
     int64_t tokens, channels, width;
-    bool silu;
+    bool activated;
 
     // The input `before` tokens before the i-th of a sequence whose first is `first`.
     const T* input(const T* state, int64_t first, int64_t i, int64_t before) const {
@@ -62,7 +62,7 @@ template <class T> struct Convolution {
             for (int64_t w = 0; w < width; w++)
                 total = multiply_add(load_some(input(state, first, i, width - 1 - w) + c, n),
                                      load_some(taps + w * channels + c, n), total);
-            store_some(to + c, silu ? total / (1.f + exponential(-total)) : total, n);
+            store_some(to + c, activated ? silu(total) : total, n);
         };
         int64_t c = 0;
         for (; c + WIDTH <= channels; c += WIDTH) block(c, WIDTH);

@@ -30,25 +30,6 @@ inline floats bounded(floats x, float low, float high) {
     return pick(x > spread(high), spread(high), x);
 }
 
-// log(1 + e**x): the logarithm by the series of the area tangent, whose argument is at most 1/3.
-inline floats softplus(floats x) {
-    const floats e = exponential(pick(x > spread(0.f), -x, x));
-    const floats s = e / (e + 2.f);
-    const floats z = s * s;
-    floats series = spread(1.f / 17);
-    series = multiply_add(series, z, spread(1.f / 15));
-    series = multiply_add(series, z, spread(1.f / 13));
-    series = multiply_add(series, z, spread(1.f / 11));
-    series = multiply_add(series, z, spread(1.f / 9));
-    series = multiply_add(series, z, spread(1.f / 7));
-    series = multiply_add(series, z, spread(1.f / 5));
-    series = multiply_add(series, z, spread(1.f / 3));
-    const floats twice = s + s;
-    return pick(x > spread(0.f), x, floats{}) + multiply_add(twice * z, series, twice);
-}
-
-inline floats silu(floats x) { return x / (1.f + exponential(-x)); }
-
 // Of each token a row of `stride` numbers.
 struct Rows {
     const float* data;

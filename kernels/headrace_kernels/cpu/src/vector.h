@@ -204,3 +204,13 @@ static inline floats hyperbolic_tangent(floats x) {
     near = x + x * z * near;
     return pick((x < spread(0.25f)) & (x > spread(-0.25f)), near, far);
 }
+
+// log(1 + e**x): of 1 + e**-|x| by the series of the inverse hyperbolic tangent, whose argument is 1/3 at most.
+static inline floats softplus(floats x) {
+    const floats e = exponential(pick(x > floats{}, -x, x)), s = e / (2.f + e), z = s * s;
+    floats series = spread(1.f / 15);
+    for (int i = 13; i > 0; i -= 2) series = multiply_add(series, z, spread(1.f / i));
+    return pick(x > floats{}, x, floats{}) + 2.f * s * series;
+}
+
+static inline floats silu(floats x) { return x / (1.f + exponential(-x)); }

@@ -23,6 +23,7 @@ class KvSize:
     note: str
     max_num_seqs: int  # that have memory for their recurrent states
     state_slots: int = 1  # slot 0 included; 1 on a rank without recurrent layers until all ranks agree
+    warnings: tuple[str, ...] = ()
 
     def reduced(self, num_blocks: int, max_num_seqs: int, state_slots: int, layout: CacheLayout) -> "KvSize":
         """At most these numbers, because another rank has memory for no more."""
@@ -86,7 +87,8 @@ def size_kv(
         if most < budget:
             budget, reason = most, f"enough for {counted(max_num_seqs, 'request')} of {max_model_len} tokens"
     if budget < smallest:
-        blocks = (budget - smallest + one) // layout.block_bytes if layout.block_bytes else 0
+        # Half of the cache is for recurrent states.
+        blocks = budget // (2 if layout.states else 1) // layout.block_bytes if layout.block_bytes else 0
         tokens = max(0, _tokens(blocks, layout))
         advice = f"--max-model-len {tokens}" if tokens else "a machine with more memory"
         raise MemoryTooSmallError(
@@ -95,12 +97,27 @@ def size_kv(
         )
     rows, slots = max_num_seqs, 1
     if layout.states:
-        rows, slots = _divide(min(budget // 2, budget - one) // layout.slot_bytes, max_num_seqs, state_snapshots)
+        fitting = min(budget // 2, budget - one) // layout.slot_bytes
+        if state_snapshots and fitting < 1 + SLOTS_PER_ROW + state_snapshots:
+            raise MemoryTooSmallError(
+                f"--state-snapshots {state_snapshots} and the two states of a request need "
+                f"{size_text((1 + SLOTS_PER_ROW + state_snapshots) * layout.slot_bytes)}, but states get half of the "
+                f"cache, {size_text(fitting * layout.slot_bytes)}: give {max(0, fitting // 2)} or fewer, or a larger "
+                "--kv-cache-memory."
+            )
+        rows, slots = _divide(fitting, max_num_seqs, state_snapshots)
         budget = min(budget - slots * layout.slot_bytes, all_blocks)
         count = counted(slots - 1 - SLOTS_PER_ROW * rows, "snapshot")
         reason += (
             f"; beside it {slots:,} recurrent states of {size_text(layout.slot_bytes)}, {SLOTS_PER_ROW} for each of "
             f"{counted(rows, 'running request')} and {count} for the prefix cache"
+        )
+    warnings: tuple[str, ...] = ()
+    if rows < max_num_seqs:
+        warnings = (
+            f"{counted(rows, 'request')} at a time instead of {max_num_seqs}, since each needs two recurrent states of "
+            f"{size_text(layout.slot_bytes)} and some snapshots: a larger --kv-cache-memory or fewer --state-snapshots "
+            "leave more.",
         )
     # A pipeline stage without attention holds any number: as many as all requests can fill.
     blocks = budget // layout.block_bytes if layout.block_bytes else per_request * rows + 1
@@ -110,6 +127,7 @@ def size_kv(
         note=f"KV cache: {size_text(blocks * layout.block_bytes)} for {_tokens(blocks, layout):,} tokens, {reason}.",
         max_num_seqs=rows,
         state_slots=slots,
+        warnings=warnings,
     )
 
 

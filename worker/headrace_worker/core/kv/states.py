@@ -6,7 +6,8 @@ they do from cached blocks. Each work item names the slot that it reads and thos
 nor a snapshot copies anything: work after a snapshot reads its slot, and writes another one.
 
 A state is as large as the keys and values of hundreds to thousands of tokens. So few borders of blocks are kept: the
-last one of a prompt, the last one of its answer, and those where requests part.
+last one of a prompt, the last one of its answer, and those where requests part; and the newest one of a prompt that
+takes several chunks, until its last one is there.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,6 +27,7 @@ class Lineage:
 
     prompt_len: int
     digests: list[bytes] = field(default_factory=list)
+    newest: bytes = b""  # the published snapshot of its progress: only the newest one is of use
 
 
 @dataclass(slots=True)
@@ -39,7 +41,6 @@ class RequestState:
     borders: set[int] = field(default_factory=set)  # of the prompt, in blocks, that are kept
     branches: set[int] = field(default_factory=set)  # those of them where others part from it
     prompt_len: int = 0
-    answer: bytes = b""  # the newest published snapshot of its answer
     origin: Lineage | None = None  # of the snapshot that it started from, until it is superseded
     own: Lineage = field(default_factory=lambda: Lineage(0))
 
@@ -59,8 +60,10 @@ class StateSlots:
         self._lineages: list[Lineage | None] = [None] * slots  # of each snapshot; None: of a branch
         self._read: list[int] = []  # by the step that is planned, which holds a reference to each
 
-    def begin(self, state: RequestState, prompt_len: int, tokens: int, snapshot: int, branch: int) -> None:
-        """A request starts after `tokens` from a snapshot that `pool.find` returned, or from slot 0.
+    def begin(
+        self, state: RequestState, prompt_len: int, tokens: int, snapshot: int, branch: int, *, again: bool = False
+    ) -> None:
+        """A request starts after `tokens` from a snapshot that `pool.find` returned, or from slot 0. again: preempted.
 
         branch: blocks whose keys and values others have left, with no snapshot at their end: the next request starts
         there; 0 = none.
@@ -70,6 +73,8 @@ class StateSlots:
             state.slot, state.frozen, state.origin = snapshot, True, self._lineages[snapshot]
         state.position, state.prompt_len = tokens, prompt_len
         state.own = Lineage(prompt_len)
+        if again and state.origin is not None and state.origin.prompt_len == prompt_len:
+            state.own = state.origin
         # The next turn has other tokens at the end of this prompt, which open the answer.
         state.borders.add((prompt_len - 1) // self._block_size - 1)
         if branch:
@@ -80,10 +85,12 @@ class StateSlots:
 
         A snapshot is kept there if the state is not planned beyond it.
         """
-        if most * self._block_size > state.position:
-            self._keep_branch(state, most)
-            return most
-        ahead = [blocks for blocks in state.borders if blocks * self._block_size > state.position]
+        ahead: list[int] = []
+        if self._has_room(state):
+            if most * self._block_size > state.position:
+                self._keep_branch(state, most)
+                return most
+            ahead = [blocks for blocks in state.borders if blocks * self._block_size > state.position]
         return max([blocks for blocks in (*state.kept, *ahead) if first < blocks <= most], default=0)
 
     def plan(self, work: Sequence[Work], states: Sequence[RequestState]) -> list[Work]:
@@ -107,10 +114,9 @@ class StateSlots:
             self._lineages[slot] = None if shared else state.own
             if not shared:
                 state.own.digests.append(content.digest)
-        if blocks * self._block_size >= state.prompt_len:
-            if state.answer:  # only the newest one is of use
-                self.pool.discard(state.answer)
-            state.answer = content.digest if is_new else b""
+        if state.own.newest:
+            self.pool.discard(state.own.newest)
+        state.own.newest = content.digest if is_new and blocks not in state.borders else b""
         if state.origin is not None and state.origin.prompt_len < state.prompt_len:
             for digest in state.origin.digests:  # the next turn starts from the new one
                 self.pool.evict_next(digest)
@@ -154,13 +160,15 @@ class StateSlots:
         return read, tuple(writes)
 
     def _kept_borders(self, state: RequestState, start: int, end: int) -> Iterator[int]:
-        """Positions in (start, end] whose state is kept: marked ones of the prompt, then the last one of the answer."""
+        """Positions in (start, end] whose state is kept: marked ones of the prompt, then the last one of a chunk of it
+        that is not its last, and of the answer: a request that is preempted there goes on from it.
+        """
         size = self._block_size
         last = end // size * size
         if last <= start:
             return
         yield from sorted(blocks * size for blocks in state.borders if start < blocks * size <= end)
-        if last >= state.prompt_len and last // size not in state.borders:
+        if not last < state.prompt_len <= end and last // size not in state.borders:
             yield last
 
     def _has_room(self, state: RequestState) -> bool:

@@ -81,8 +81,16 @@ def make_linear_invariant(module: nn.Module, bf16: bool = False) -> PackedLinear
 def check_invariant(model: nn.Module) -> None:
     """Raises ModelUnsupportedError when there is still a product whose rows may depend on their batch."""
     known = (PackedLinear, InvariantLinear, nn.Embedding)
+    recurrent = {  # redirected to this package's operations, which read taps and decays; their products are linears
+        id(part)
+        for module in model.modules()
+        if "forward" in vars(module)
+        for part in (module, *(child for child in module.children() if isinstance(child, nn.Conv1d)))
+    }
     for name, module in model.named_modules():
-        if not isinstance(module, known) and any(part.dim() > 1 for part in module.parameters(recurse=False)):
+        if isinstance(module, known) or id(module) in recurrent:
+            continue
+        if any(part.dim() > 1 for part in module.parameters(recurse=False)):
             raise ModelUnsupportedError(
                 f"--deterministic does not cover {name} ({type(module).__name__}) of this model: serve it without."
             )
