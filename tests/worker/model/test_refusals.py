@@ -152,6 +152,28 @@ def test_code_of_the_folder_runs_with_the_flag_alone(tmp_path: Path) -> None:
         read_headers(source, trust_remote_code=True)
 
 
+def test_code_of_the_folder_does_not_run_where_transformers_has_the_class(tmp_path: Path) -> None:
+    """Older files of a family keep the code that was needed before: NVIDIA's needs packages for GPUs."""
+    save_tiny("nemotron_h", tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    own = {name: f"modeling_{name}.{name}" for name in ("AutoConfig", "AutoModelForCausalLM")}  # of no file
+    assert fields["architectures"] == ["NemotronHForCausalLM"]
+    folder(tmp_path, **fields | {"auto_map": own})
+    read_headers(resolve(str(tmp_path)), trust_remote_code=True)
+    loaded = load(replica_config(tmp_path, trust_remote_code=True))
+    assert type(loaded.module).__module__.startswith("transformers.models.nemotron_h.")
+    folder(tmp_path, **fields | {"auto_map": own, "architectures": ["OtherForCausalLM"]})
+    with pytest.raises(ModelUnsupportedError, match="modeling_AutoConfig"):
+        load(replica_config(tmp_path, trust_remote_code=True))
+
+
+def test_a_gguf_is_advised_where_it_can_be_read(tmp_path: Path) -> None:
+    for family, advice in (("qwen3", r"safetensors or a GGUF\.$"), ("qwen3_moe", r"safetensors\.$")):
+        source = folder(tmp_path, model_type=family, **TINY, quantization_config={"quant_method": "awq"})
+        with pytest.raises(ModelUnsupportedError, match=advice):
+            read_headers(resolve(str(source), "dummy"))
+
+
 def test_the_names_are_those_of_transformers() -> None:
     assert refusals.causal_families() == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     assert refusals.causal_families() <= refusals.known_families() and "t5" in refusals.known_families()

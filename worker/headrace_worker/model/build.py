@@ -12,7 +12,13 @@ from headrace_worker.model.cache_layout import layer_windows
 from headrace_worker.model.gguf_config import gguf_config
 from headrace_worker.model.gguf_file import GgufFile
 from headrace_worker.model.json_files import read_object
-from headrace_worker.model.refusals import RECURRENT, attends_both_ways, check_config, check_config_file
+from headrace_worker.model.refusals import (
+    RECURRENT,
+    attends_both_ways,
+    check_config,
+    check_config_file,
+    runs_own_code,
+)
 from headrace_worker.model.source import ModelSource
 
 
@@ -26,12 +32,16 @@ def read_config(source: ModelSource, gguf: GgufFile | None, trust_remote_code: b
             raise ModelUnsupportedError(f"{gguf.name} describes no valid model: {_reason(error, source)}") from error
     fields = read_object(source.path / "config.json", source.name)
     check_config_file(source.name, fields, trust_remote_code=trust_remote_code)
+    runs_own = runs_own_code(fields, trust_remote_code=trust_remote_code)
     try:
-        return AutoConfig.from_pretrained(source.path, trust_remote_code=trust_remote_code, local_files_only=True)
+        config = AutoConfig.from_pretrained(source.path, trust_remote_code=runs_own, local_files_only=True)
     except Exception as error:  # each family checks its config in its own way
         raise ModelUnsupportedError(
             f"config.json of {source.name!r} cannot be read: {_reason(error, source)}"
         ) from error
+    if not runs_own and hasattr(config, "auto_map"):
+        del config.auto_map  # else the model's class would be the folder's
+    return config
 
 
 def _reason(error: Exception, source: ModelSource) -> str:

@@ -14,6 +14,7 @@ from headrace_worker.model.gguf_metadata import Metadata, number, optional_numbe
 
 # GGUF architecture -> transformers model_type
 _ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+GGUF_FAMILIES = frozenset(_ARCHITECTURES.values())
 _SPECIAL_TENSORS = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",

@@ -18,6 +18,7 @@ from headrace_proto.errors import ModelUnsupportedError
 from headrace_proto.role import Role
 from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.model.config_sizes import config_value, optional_size
+from headrace_worker.model.gguf_config import GGUF_FAMILIES
 
 # Families whose config.json need not show why they are not served, by the reason.
 _REASONS = {
@@ -58,6 +59,8 @@ ATTENTION_TYPES = ("full_attention", "sliding_attention", "attention", "hybrid")
 STATE_TYPES = ("linear_attention", "mamba", "conv", "hybrid")  # mamba: linear_attention in older files
 _OTHER_TYPES = ("mlp", "moe")  # layers of their own, in families with recurrent state
 _CLASSIFIER = re.compile(r"For(Sequence|Token)Classification$|ForQuestionAnswering$|ForMultipleChoice$")
+_CAUSAL = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"  # tables of transformers
+_MULTIMODAL = ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES", "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES")
 _PARTS = ("text_config", "vision_config", "audio_config")
 _INHERITED = ("quantization_config",)  # of a whole checkpoint
 _SIZES = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "sliding_window")
@@ -68,12 +71,13 @@ _OLD_ROPE_KINDS = {"su": "longrope", "mrope": "default"}
 def check_config_file(name: str, fields: dict[str, Any], *, trust_remote_code: bool) -> None:
     """Checks the fields of config.json of the model `name`. Raises ModelUnsupportedError."""
     family, own_code = fields.get("model_type", ""), isinstance(fields.get("auto_map"), dict)
+    runs_own = runs_own_code(fields, trust_remote_code=trust_remote_code)
     known = known_families()
     if not isinstance(family, str) or not (family or own_code):
         raise ModelUnsupportedError(
             f"config.json of {name!r} has no model_type: it is not the config of a language model for transformers."
         )
-    if known and family not in known and not (own_code and trust_remote_code):
+    if known and family not in known and not runs_own:
         if own_code:
             raise ModelUnsupportedError(
                 f"The model {name!r} has its own Python code (auto_map in its config.json), which is not run: pass "
@@ -90,13 +94,24 @@ def check_config_file(name: str, fields: dict[str, Any], *, trust_remote_code: b
             f"config.json of {name!r} is that of {classes[0][:80]}, which classifies texts: it has no weights that "
             "generate them."
         )
-    known_code = not (own_code and trust_remote_code)
     fields = fields | {"model_type": family}
-    text = text_fields(fields) if known_code else fields
+    text = fields if runs_own else text_fields(fields)
     if text is not fields:
         _check_outer(family, fields, text)
     if text["model_type"] or text is fields:  # else the outer family has a text family of its own choice
-        check_config(SimpleNamespace(**text), known_code=known_code)
+        check_config(SimpleNamespace(**text), known_code=not runs_own)
+
+
+def runs_own_code(fields: dict[str, Any], *, trust_remote_code: bool) -> bool:
+    """Whether the folder's Python code is run: if that is allowed, and transformers has no class of the same name.
+
+    Folders of families that have come to transformers since keep their old code, which often needs further packages.
+    """
+    if not trust_remote_code or not isinstance(fields.get("auto_map"), dict):
+        return False
+    family, architectures = fields.get("model_type"), fields.get("architectures")
+    classes = [_generating().get(family, ())] if isinstance(family, str) else []
+    return not (isinstance(architectures, list) and any(name in each for each in classes for name in architectures))
 
 
 def text_fields(fields: dict[str, Any]) -> dict[str, Any]:
@@ -171,8 +186,9 @@ def check_config(config: Any, *, known_code: bool = True) -> None:
         raise attends_both_ways(family)
     if quantization := config_value(config, "quantization_config"):
         method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else "unknown"
+        other = " or a GGUF" if family in GGUF_FAMILIES else ""
         raise ModelUnsupportedError(
-            f"The checkpoint is quantized ({str(method)[:80]}): give unquantized safetensors or a GGUF."
+            f"The checkpoint is quantized ({str(method)[:80]}): give unquantized safetensors{other}."
         )
     _check_attention(config)
 
@@ -285,23 +301,31 @@ def check_rope(config: Any, max_model_len: int | None) -> None:
 
 def known_families() -> frozenset[str]:
     """The model types that transformers has a config for; empty where they cannot be read."""
-    return _names("auto_mappings.py", "CONFIG_MAPPING_NAMES") | causal_families()
+    return frozenset(_table("auto_mappings.py", "CONFIG_MAPPING_NAMES")) | causal_families()
 
 
 def causal_families() -> frozenset[str]:
     """The model types that transformers has a causal language model for; empty where they cannot be read."""
-    return _names("modeling_auto.py", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
+    return frozenset(_table("modeling_auto.py", _CAUSAL))
 
 
 def multimodal_families() -> frozenset[str]:
     """The model types that transformers generates text with from images or audio, too; empty as above."""
-    tables = ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES", "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES")
-    return frozenset().union(*(_names("modeling_auto.py", table) for table in tables))
+    return frozenset().union(*(_table("modeling_auto.py", table) for table in _MULTIMODAL))
+
+
+def _generating() -> dict[str, set[str]]:
+    """Names of transformers' classes that generate text, by model type."""
+    classes: dict[str, set[str]] = {}
+    for table in (_CAUSAL, *_MULTIMODAL):
+        for family, names in _table("modeling_auto.py", table).items():
+            classes.setdefault(family, set()).update([names] if isinstance(names, str) else names)
+    return classes
 
 
 @cache
-def _names(file: str, table: str) -> frozenset[str]:
-    """The keys of a table of transformers, but not of other tables in it. Importing it would take seconds (torch)."""
+def _table(file: str, table: str) -> dict[str, Any]:
+    """A table of transformers, without other tables in it. Importing it would take seconds (torch)."""
     spec = find_spec("transformers")
     for folder in spec.submodule_search_locations or () if spec else ():
         path = Path(folder, "models", "auto", file)
@@ -311,5 +335,5 @@ def _names(file: str, table: str) -> frozenset[str]:
             if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == table:
                 entries = node.value.args[0] if isinstance(node.value, ast.Call) else None
                 pairs = entries.elts if isinstance(entries, ast.List) else ()
-                return frozenset(ast.literal_eval(pair)[0] for pair in pairs if isinstance(pair, ast.Tuple))
-    return frozenset()
+                return dict(ast.literal_eval(pair) for pair in pairs if isinstance(pair, ast.Tuple))
+    return {}
