@@ -23,6 +23,10 @@ class FusedMlp(nn.Module):
         return out
 
 
+# What some families call gate_proj, up_proj and down_proj. They compute SiLU without a module for it.
+_NUMBERED = ("w1", "w3", "w2")
+
+
 def activation(module: nn.Module) -> bool | None:
     """Whether a module's activation is GELU by the tangent; None unless that or SiLU."""
     name = type(getattr(module, "act_fn", getattr(module, "activation_fn", None))).__name__
@@ -32,16 +36,18 @@ def activation(module: nn.Module) -> bool | None:
 def fuse_mlp(module: nn.Module, verify: bool) -> FusedMlp | None:
     """The replacement of a gated MLP, or None."""
     children = {name: child for name, child in module.named_children() if name not in ("act_fn", "activation_fn")}
-    gelu = activation(module)
+    numbered = set(children) == {*_NUMBERED}
+    gate, up, down = _NUMBERED if numbered else ("gate_proj", "up_proj", "down_proj")
+    gelu = False if numbered else activation(module)
     if gelu is None or not all(map(is_plain, children.values())):
         return None
-    if set(children) == {"gate_proj", "up_proj", "down_proj"}:
-        gate_up: nn.Module = merge_linears([module.get_submodule("gate_proj"), module.get_submodule("up_proj")])
-    elif set(children) == {"gate_up_proj", "down_proj"}:
-        gate_up = module.get_submodule("gate_up_proj")
+    if set(children) == {gate, up, down}:
+        gate_up: nn.Module = merge_linears([children[gate], children[up]])
+    elif set(children) == {"gate_up_proj", down}:
+        gate_up = children["gate_up_proj"]
     else:
         return None
-    fused = FusedMlp(gate_up, module.get_submodule("down_proj"), gelu)
+    fused = FusedMlp(gate_up, children[down], gelu)
     if verify:
         weight = fused.down_proj.weight
         assert isinstance(weight, Tensor)

@@ -15,13 +15,14 @@ from headrace_worker.model.surgery.verify import TOKENS, TinyStep, agrees, rando
 
 _PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _MERGED = {"qkv_proj", "o_proj"}
-_NORMS = {"q_norm", "k_norm"}
+_BESIDE = {"q_norm", "k_norm", "g_proj"}  # where a family has them
 
 
 class FusedAttention(nn.Module):
     """Causal self-attention over the paged cache, in the form of most families.
 
-    gated: the output is multiplied by the sigmoid of a gate; the original has each head's gate after its query.
+    gated: the output is multiplied by the sigmoid of a gate; the original has each head's gate after its query. Or of
+    one number for each head, the product g_proj.
     """
 
     def __init__(self, original: nn.Module, heads: int, kv_heads: int, head_dim: int, gated: bool = False) -> None:
@@ -44,6 +45,7 @@ class FusedAttention(nn.Module):
         self.o_proj = part("o_proj")
         self.q_norm = part("q_norm") if hasattr(original, "q_norm") else None
         self.k_norm = part("k_norm") if hasattr(original, "k_norm") else None
+        self.g_proj = part("g_proj") if getattr(original, "g_proj", None) is not None else None
 
     def forward(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None, **_: Any
@@ -59,6 +61,8 @@ class FusedAttention(nn.Module):
         out = attend(
             self.layer_idx, query, key, value, scale=self.scaling, softcap=self.softcap, sinks=self.sinks, rope=rope
         )
+        if self.g_proj is not None:
+            out = out.view(tokens, self.heads, self.head_dim) * ops.sigmoid(self.g_proj(hidden_states[0]))[:, :, None]
         out = out.view(1, tokens, self.heads * self.head_dim)
         if self.gated:
             out = out * ops.sigmoid(gate.flatten(1))
@@ -68,7 +72,7 @@ class FusedAttention(nn.Module):
 def fuse_attention(module: nn.Module, window: int, verify: bool) -> FusedAttention | None:
     """The replacement of a self-attention module whose layer attends to `window` tokens (0 = all), or None."""
     names = {name for name, _ in module.named_children()}
-    products = names - _NORMS
+    products = names - _BESIDE
     if products not in (_PARTS, _MERGED) or not hasattr(module, "layer_idx"):
         return None
     linears = [module.get_submodule(name) for name in sorted(products)]
