@@ -221,6 +221,7 @@ def contenders(arguments: argparse.Namespace, folder: Path, stack: ExitStack) ->
     if "gdn" in forms:
         model = delta_net_model(folder / "gdn")
         makers["headrace gdn"] = lambda: headrace(str(folder / "gdn"))
+        makers["headrace gdn bf16 arithmetic"] = lambda: headrace(str(folder / "gdn"), "bf16")
         makers["transformers gdn"] = lambda: transformers(model)
     for form, dtype in {"f32": torch.float32, "bf16": torch.bfloat16}.items():
         if form in forms and (arguments.vllm or form == "bf16"):
@@ -269,7 +270,7 @@ def main() -> None:
     medians = {name: round(median(values), 1) for name, values in speeds.items()}
     for name, value in medians.items():
         workload, _, contender = name.partition("/")
-        base = "headrace gdn" if contender.endswith("gdn") else "headrace q4_1"
+        base = "headrace gdn" if " gdn" in contender else "headrace q4_1"
         base = contender.replace("served", "headrace") if contender.startswith("served") else base
         engine = medians.get(f"{workload}/{base}")
         print(f"{name:42s} {value:8.1f} tok/s" + (f"  {value / engine:5.2f} of {base}" if engine else ""))
