@@ -210,5 +210,5 @@ def guided_expected(save_tiny: Callable[..., Path]) -> list[Any]:
     config = replica_config(save_tiny("llama"), **SMALL)
     found = outcome(OfflineEngine(config).generate(guided_workload(16)))
     assert [index for index, (_, finish, _) in enumerate(found) if finish is Finish.ERROR] == [2]
-    assert {finish for _, finish, _ in found} == {Finish.ERROR, Finish.STOP, Finish.LENGTH}
+    assert {finish for _, finish, _ in found} == {Finish.ERROR, Finish.STOP, Finish.COMPLETE, Finish.LENGTH}
     return found

@@ -59,7 +59,7 @@ def test_the_rank_that_samples_does_not_wait_for_its_tokens(
     process_replica: Callable[..., Any],
     check_oracle: Callable[..., None],
 ) -> None:
-    """Its follower launches steps and begins their downloads; another thread does nothing but wait for these."""
+    """Its thread of steps launches them and begins their downloads; another thread does nothing but wait for these."""
     folder, tokens = save_tiny("llama"), 6
     with process_replica(folder, tp, pp, record=dict.fromkeys(range(tp * pp), RECORDING)) as replica:
         alone = prompts(1, seed=1)
@@ -67,7 +67,7 @@ def test_the_rank_that_samples_does_not_wait_for_its_tokens(
     sampler = tp * (pp - 1)
     for rank in range(1, tp * pp):
         calls = replica.last_calls(rank)
-        follower = calls["headrace-follower"]
+        follower = calls["headrace-steps"]
         assert "download.wait" not in follower
         assert not any("synchronize" in call for call in follower if call != "mark.synchronize default")
         copies = [call for call in follower if call in ("upload_into", "download")]

@@ -10,16 +10,18 @@ from headrace_worker.model.surgery.verify import TOKENS, agrees, random_input
 class FusedMlp(nn.Module):
     """down(act(gate) · up), gate and up being the halves of one product; act is SiLU or GELU by the tangent."""
 
-    def __init__(self, gate_up: nn.Module, down: nn.Module, gelu: bool) -> None:
+    def __init__(self, gate_up: nn.Module, down: nn.Module, gelu: bool, down_name: str = "down_proj") -> None:
+        """down_name: of the submodule, as in the original: ranks wrap it by its name."""
         super().__init__()
         self.gelu = gelu
         self.gate_up_proj = gate_up
-        self.down_proj = down
+        self.down_name = down_name
+        self.add_module(down_name, down)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """hidden_states [..., N] -> [..., N]."""
         activate = ops.gelu_mul if self.gelu else ops.silu_mul
-        out: Tensor = self.down_proj(activate(self.gate_up_proj(hidden_states)))
+        out: Tensor = self.get_submodule(self.down_name)(activate(self.gate_up_proj(hidden_states)))
         return out
 
 
@@ -47,9 +49,9 @@ def fuse_mlp(module: nn.Module, verify: bool) -> FusedMlp | None:
         gate_up = children["gate_up_proj"]
     else:
         return None
-    fused = FusedMlp(gate_up, children[down], gelu)
+    fused = FusedMlp(gate_up, children[down], gelu, down)
     if verify:
-        weight = fused.down_proj.weight
+        weight = children[down].weight
         assert isinstance(weight, Tensor)
         x = random_input(weight, 1, TOKENS, weight.shape[0])
         if not agrees(lambda: module(x), lambda: fused(x)):
