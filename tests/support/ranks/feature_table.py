@@ -1,6 +1,7 @@
-"""Writes docs/features.md from the report of the tests that ran.
+"""Writes docs/features.md from the reports of the tests that ran.
 
-pytest tests/worker/parallel --junitxml=report.xml && python tests/support/ranks/feature_table.py report.xml
+pytest tests/worker/parallel --junitxml=one.xml; pytest tests/worker/parallel --faults ranks --junitxml=two.xml
+python tests/support/ranks/feature_table.py one.xml two.xml
 """
 
 import re
@@ -106,4 +107,4 @@ def table(results: list[tuple[str, bool]]) -> str:
 
 
 if __name__ == "__main__":
-    TARGET.write_text(HEAD + table(outcomes(Path(sys.argv[1]))))
+    TARGET.write_text(HEAD + table([case for report in sys.argv[1:] for case in outcomes(Path(report))]))
