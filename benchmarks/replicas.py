@@ -11,15 +11,15 @@ from random import Random
 from typing import Any
 
 import grpc
+import numpy as np
 import torch
 
 from headrace_proto import CONTRACT_VERSION
 from headrace_proto import replica_pb2 as pb
 from headrace_proto.channel_options import NO_PROXY
 from headrace_proto.replica_pb2_grpc import ReplicaStub
-from headrace_worker.core.config import Rendezvous, ReplicaConfig
-from headrace_worker.core.transfer.orders import OpenPair
-from headrace_worker.kv_transfer.pair_group import PairGroup
+from headrace_worker.core.config import ReplicaConfig
+from headrace_worker.kv_transfer.agent import KvAgent, Pieces
 from headrace_worker.replica import Replica
 from support.members import MEMBER, METADATA
 
@@ -32,23 +32,44 @@ def run_replica(config: ReplicaConfig, pipe: Any) -> None:
     replica.stop()
 
 
-def copy_raw(rendezvous: Rendezvous, piece: tuple[int, ...], dtype: torch.dtype, pieces: int, pipe: Any) -> None:
-    """The sender of the raw copy: pieces of the shape and dtype, again for each true message on the pipe.
+def serve_raw(piece_bytes: int, pieces: int, device: str, pipe: Any) -> None:
+    """The source of a `RawCopy`, until a message arrives on the pipe."""
+    memory = _memory(piece_bytes, pieces, device)
+    agent = KvAgent(f"raw-{os.getpid()}", [memory])
+    pipe.send((agent.metadata, memory.data_ptr()))
+    while not pipe.poll():
+        agent.notices()
+        time.sleep(5e-5)
 
-    It first sends that it is ready to connect, which ranks must do within seconds.
-    """
-    pipe.send(True)
-    pair_group = PairGroup(OpenPair(1, rendezvous, 2, 1, 0, (), sends=True), 0, "127.0.0.1", None)
-    sent = torch.zeros(piece, dtype=dtype)
-    while pipe.recv():
-        pending = None
-        for _ in range(pieces):
-            if pending is not None:
-                pair_group.finish(pending)
-            pending = pair_group.send(sent, 0)
-        if pending is not None:
-            pair_group.finish(pending)
-    pair_group.close()
+
+class RawCopy:
+    """Reads pieces of `serve_raw`'s memory by NIXL, in one read: every second one, so that none follows another."""
+
+    def __init__(self, piece_bytes: int, pieces: int, device: str, pipe: Any) -> None:
+        self._memory = _memory(piece_bytes, pieces, device)
+        self._agent = KvAgent(f"raw-{os.getpid()}", [self._memory])
+        metadata, address = pipe.recv()
+        self._name = self._agent.connect(metadata)
+        self._device = -1 if device == "cpu" else 0
+        self._sides = [_pieces(start, piece_bytes, pieces) for start in (address, self._memory.data_ptr())]
+
+    def speed(self) -> float:
+        """GB/s."""
+        began = time.perf_counter()
+        theirs, mine = self._sides
+        reading = self._agent.read(self._name, theirs, mine, self._device)
+        while not reading.done():
+            self._agent.notices()
+        return reading.num_bytes / (time.perf_counter() - began) / 1e9
+
+
+def _memory(piece_bytes: int, pieces: int, device: str) -> torch.Tensor:
+    return torch.zeros(2 * pieces * piece_bytes, dtype=torch.uint8, device=device)
+
+
+def _pieces(start: int, piece_bytes: int, pieces: int) -> Pieces:
+    places = np.arange(pieces, dtype=np.uint64) * np.uint64(2 * piece_bytes) + np.uint64(start)
+    return np.column_stack((places, np.full(pieces, piece_bytes, np.uint64)))
 
 
 @dataclass
@@ -129,14 +150,3 @@ async def fetch_speed(first: ReplicaStream, second: ReplicaStream, prompt: list[
     await asyncio.sleep(0.6)  # an idle tick reports the counters
     after = first.load.counters
     return (after.fetched_bytes - before.fetched_bytes) / (after.fetch_seconds - before.fetch_seconds) / 1e9
-
-
-def raw_speed(pair_group: PairGroup, piece: tuple[int, ...], dtype: torch.dtype, pieces: int, pipe: Any) -> float:
-    """GB/s of pieces received one after the other, with `copy_raw` at the other end."""
-    received = torch.empty(piece, dtype=dtype)
-    pipe.send(True)
-    pair_group.take(pair_group.expect(received, 0))
-    began = time.perf_counter()
-    for _ in range(pieces - 1):
-        pair_group.take(pair_group.expect(received, 0))
-    return (pieces - 1) * received.nbytes / (time.perf_counter() - began) / 1e9

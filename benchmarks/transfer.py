@@ -1,6 +1,6 @@
 """KV blocks between replicas, in one run, interleaved: the cost and the gain of disaggregation.
 
-1. GB/s of blocks that the source has cached, against a raw copy of equally large pieces over the same transport.
+1. GB/s of blocks that the source has cached, against a raw copy of equally large pieces by NIXL.
 2. TTFT at low load: prompts computed by the replica that answers, and by a prefill replica.
 3. ITL of running streams while long prompts arrive: two replicas that do both, against one for prefill and one for
    decode.
@@ -19,18 +19,15 @@ from typing import Any
 
 import machine  # isort: skip  # before torch: it sets how OpenMP waits
 
-import torch
-from replicas import ReplicaStream, copy_raw, fetch_speed, raw_speed, run_replica, tokens
+from replicas import RawCopy, ReplicaStream, fetch_speed, run_replica, serve_raw, tokens
 
-from headrace_worker.comm.rendezvous import RendezvousHost
 from headrace_worker.core.config import ReplicaConfig
-from headrace_worker.core.transfer.orders import OpenPair
-from headrace_worker.kv_transfer.pair_group import PairGroup
 
-PIECE = (2, 16, 3, 16, 64)  # keys and values of a layer in sixteen blocks of the embedded model
-PIECES = 400
-PROMPTS = (256, 512, 896)
-CACHE = 256 << 20
+PIECE_BYTES = 3 * 16 * 64 * 4  # the keys of a layer in a block of the embedded model
+FETCHED = 1500  # tokens
+PIECES = FETCHED // 16 * 2 * 30
+PROMPTS = (256, 1500, 4000)
+CACHE = 1 << 30
 STREAMS, STREAM_TOKENS = 6, 120
 LONG, LONG_EVERY = 768, 1.5
 
@@ -38,7 +35,7 @@ LONG, LONG_EVERY = 768, 1.5
 def config_of(name: str) -> ReplicaConfig:
     return ReplicaConfig(
         replica_id=name, model="smollm2", source="smollm2", dtype="float32", device="cpu",
-        kv_cache_memory=CACHE, max_model_len=1024, max_num_seqs=32, cpu_threads=1,
+        kv_cache_memory=CACHE, max_model_len=4096, max_num_seqs=32, cpu_threads=1,
     )  # fmt: skip
 
 
@@ -46,8 +43,8 @@ async def use_all_blocks(stream: ReplicaStream, random: Random) -> None:
     """Touches every page of the cache once, so that no first access is measured."""
     await stream.first_token(tokens(random, 16))
     await asyncio.sleep(0.6)  # an idle tick reports the free blocks
-    for _ in range(stream.load.free_blocks * 16 // 896 + 1):
-        await stream.first_token(tokens(random, 896))
+    for _ in range(stream.load.free_blocks * 16 // 4000 + 1):
+        await stream.first_token(tokens(random, 4000))
 
 
 async def gaps_under_prompts(replicas: list[ReplicaStream], source: str, random: Random) -> list[float]:
@@ -66,18 +63,19 @@ async def gaps_under_prompts(replicas: list[ReplicaStream], source: str, random:
     return [gap for stream in streams for gap in stream.gaps[10:]]
 
 
-async def measure(addresses: list[str], pair_group: PairGroup, pipe: Any, rounds: int) -> dict[str, Any]:
+async def measure(addresses: list[str], raw_copy: RawCopy, rounds: int) -> dict[str, Any]:
     streams = [ReplicaStream(address) for address in addresses]
     for stream in streams:
         await stream.open()
     first, second = streams
     random = Random(1)
     await asyncio.gather(*(use_all_blocks(stream, random) for stream in streams))
-    await fetch_speed(first, second, tokens(random, 896))  # opens the pair
+    await fetch_speed(first, second, tokens(random, FETCHED))  # connects
+    raw_copy.speed()
     fetched, raw = [], []
     for _ in range(rounds):
-        raw.append(raw_speed(pair_group, PIECE, torch.float32, PIECES, pipe))
-        fetched.append(await fetch_speed(first, second, tokens(random, 896)))
+        raw.append(raw_copy.speed())
+        fetched.append(await fetch_speed(first, second, tokens(random, FETCHED)))
     print(f"blocks {statistics.median(fetched):.2f} GB/s, raw copy {statistics.median(raw):.2f} GB/s", flush=True)
     starts: dict[str, dict[str, float]] = {}
     for length in PROMPTS:
@@ -130,16 +128,12 @@ def main() -> None:
         process.start()
         children.append((process, mine))
     addresses = [pipe.recv() for _, pipe in children]
-    opened = RendezvousHost("127.0.0.1")
     mine, theirs = context.Pipe()
-    sender = context.Process(target=copy_raw, args=(opened.rendezvous, PIECE, torch.float32, PIECES, theirs))
-    sender.start()
-    mine.recv()
-    pair_group = PairGroup(OpenPair(1, opened.rendezvous, 2, 0, 1, (), sends=False), 0, "127.0.0.1", opened)
-    result = asyncio.run(measure(addresses, pair_group, mine, arguments.rounds))
-    mine.send(False)
-    sender.join(10)
-    pair_group.close()
+    source = context.Process(target=serve_raw, args=(PIECE_BYTES, PIECES, "cpu", theirs))
+    source.start()
+    result = asyncio.run(measure(addresses, RawCopy(PIECE_BYTES, PIECES, "cpu", mine), arguments.rounds))
+    mine.send(True)
+    source.join(10)
     for process, pipe in children:
         pipe.send(True)
         process.join(20)

@@ -1,6 +1,6 @@
 """The contract between components: gRPC services, the block hash, the identities of processes, the base of errors."""
 
-CONTRACT_VERSION = 3
+CONTRACT_VERSION = 4
 
 
 def is_compatible(version: int) -> bool:

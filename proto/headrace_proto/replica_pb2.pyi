@@ -527,154 +527,20 @@ class ReplicaHealth(_message.Message):
     routers: int
     def __init__(self, identity: _Optional[_Union[ReplicaIdentity, _Mapping]] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., step: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., routers: _Optional[int] = ...) -> None: ...
 
-class KvShards(_message.Message):
-    __slots__ = ("block_size", "head_dim", "dtype", "windows", "ranks")
-    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
-    HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
-    DTYPE_FIELD_NUMBER: _ClassVar[int]
-    WINDOWS_FIELD_NUMBER: _ClassVar[int]
-    RANKS_FIELD_NUMBER: _ClassVar[int]
-    block_size: int
-    head_dim: int
-    dtype: str
-    windows: _containers.RepeatedScalarFieldContainer[int]
-    ranks: _containers.RepeatedCompositeFieldContainer[RankShard]
-    def __init__(self, block_size: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., windows: _Optional[_Iterable[int]] = ..., ranks: _Optional[_Iterable[_Union[RankShard, _Mapping]]] = ...) -> None: ...
-
-class RankShard(_message.Message):
-    __slots__ = ("groups", "first_head", "stop_head")
-    GROUPS_FIELD_NUMBER: _ClassVar[int]
-    FIRST_HEAD_FIELD_NUMBER: _ClassVar[int]
-    STOP_HEAD_FIELD_NUMBER: _ClassVar[int]
-    groups: _containers.RepeatedCompositeFieldContainer[GroupLayers]
-    first_head: int
-    stop_head: int
-    def __init__(self, groups: _Optional[_Iterable[_Union[GroupLayers, _Mapping]]] = ..., first_head: _Optional[int] = ..., stop_head: _Optional[int] = ...) -> None: ...
-
-class GroupLayers(_message.Message):
-    __slots__ = ("layers",)
-    LAYERS_FIELD_NUMBER: _ClassVar[int]
-    layers: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, layers: _Optional[_Iterable[int]] = ...) -> None: ...
-
-class PairRendezvous(_message.Message):
-    __slots__ = ("host", "token", "port")
-    HOST_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_FIELD_NUMBER: _ClassVar[int]
-    PORT_FIELD_NUMBER: _ClassVar[int]
-    host: str
-    token: bytes
-    port: int
-    def __init__(self, host: _Optional[str] = ..., token: _Optional[bytes] = ..., port: _Optional[int] = ...) -> None: ...
-
-class TargetFrame(_message.Message):
-    __slots__ = ("hello", "request", "cancel", "done", "renew")
+class TransferFrame(_message.Message):
+    __slots__ = ("hello", "message")
     HELLO_FIELD_NUMBER: _ClassVar[int]
-    REQUEST_FIELD_NUMBER: _ClassVar[int]
-    CANCEL_FIELD_NUMBER: _ClassVar[int]
-    DONE_FIELD_NUMBER: _ClassVar[int]
-    RENEW_FIELD_NUMBER: _ClassVar[int]
-    hello: TargetHello
-    request: FetchRequest
-    cancel: int
-    done: int
-    renew: bool
-    def __init__(self, hello: _Optional[_Union[TargetHello, _Mapping]] = ..., request: _Optional[_Union[FetchRequest, _Mapping]] = ..., cancel: _Optional[int] = ..., done: _Optional[int] = ..., renew: _Optional[bool] = ...) -> None: ...
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    hello: TransferHello
+    message: bytes
+    def __init__(self, hello: _Optional[_Union[TransferHello, _Mapping]] = ..., message: _Optional[bytes] = ...) -> None: ...
 
-class TargetHello(_message.Message):
-    __slots__ = ("contract_version", "identity", "shards", "rendezvous")
+class TransferHello(_message.Message):
+    __slots__ = ("contract_version", "identity", "shards")
     CONTRACT_VERSION_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     SHARDS_FIELD_NUMBER: _ClassVar[int]
-    RENDEZVOUS_FIELD_NUMBER: _ClassVar[int]
     contract_version: int
     identity: ReplicaIdentity
-    shards: KvShards
-    rendezvous: PairRendezvous
-    def __init__(self, contract_version: _Optional[int] = ..., identity: _Optional[_Union[ReplicaIdentity, _Mapping]] = ..., shards: _Optional[_Union[KvShards, _Mapping]] = ..., rendezvous: _Optional[_Union[PairRendezvous, _Mapping]] = ...) -> None: ...
-
-class FetchRequest(_message.Message):
-    __slots__ = ("fetch", "tenant_salt", "adapter", "token_ids", "held_blocks", "cached_only", "priority", "timeout_ms")
-    FETCH_FIELD_NUMBER: _ClassVar[int]
-    TENANT_SALT_FIELD_NUMBER: _ClassVar[int]
-    ADAPTER_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    CACHED_ONLY_FIELD_NUMBER: _ClassVar[int]
-    PRIORITY_FIELD_NUMBER: _ClassVar[int]
-    TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
-    fetch: int
-    tenant_salt: bytes
-    adapter: str
-    token_ids: _containers.RepeatedScalarFieldContainer[int]
-    held_blocks: int
-    cached_only: bool
-    priority: int
-    timeout_ms: int
-    def __init__(self, fetch: _Optional[int] = ..., tenant_salt: _Optional[bytes] = ..., adapter: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., held_blocks: _Optional[int] = ..., cached_only: _Optional[bool] = ..., priority: _Optional[int] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
-
-class SourceFrame(_message.Message):
-    __slots__ = ("hello", "granted", "refused", "offer", "commit", "failed")
-    HELLO_FIELD_NUMBER: _ClassVar[int]
-    GRANTED_FIELD_NUMBER: _ClassVar[int]
-    REFUSED_FIELD_NUMBER: _ClassVar[int]
-    OFFER_FIELD_NUMBER: _ClassVar[int]
-    COMMIT_FIELD_NUMBER: _ClassVar[int]
-    FAILED_FIELD_NUMBER: _ClassVar[int]
-    hello: SourceHello
-    granted: FetchGrant
-    refused: FetchEnd
-    offer: FetchOffer
-    commit: FetchCommit
-    failed: FetchEnd
-    def __init__(self, hello: _Optional[_Union[SourceHello, _Mapping]] = ..., granted: _Optional[_Union[FetchGrant, _Mapping]] = ..., refused: _Optional[_Union[FetchEnd, _Mapping]] = ..., offer: _Optional[_Union[FetchOffer, _Mapping]] = ..., commit: _Optional[_Union[FetchCommit, _Mapping]] = ..., failed: _Optional[_Union[FetchEnd, _Mapping]] = ...) -> None: ...
-
-class SourceHello(_message.Message):
-    __slots__ = ("identity", "shards")
-    IDENTITY_FIELD_NUMBER: _ClassVar[int]
-    SHARDS_FIELD_NUMBER: _ClassVar[int]
-    identity: ReplicaIdentity
-    shards: KvShards
-    def __init__(self, identity: _Optional[_Union[ReplicaIdentity, _Mapping]] = ..., shards: _Optional[_Union[KvShards, _Mapping]] = ...) -> None: ...
-
-class FetchGrant(_message.Message):
-    __slots__ = ("fetch", "blocks", "block_seconds")
-    FETCH_FIELD_NUMBER: _ClassVar[int]
-    BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    BLOCK_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    fetch: int
-    blocks: int
-    block_seconds: float
-    def __init__(self, fetch: _Optional[int] = ..., blocks: _Optional[int] = ..., block_seconds: _Optional[float] = ...) -> None: ...
-
-class FetchEnd(_message.Message):
-    __slots__ = ("fetch", "reason")
-    FETCH_FIELD_NUMBER: _ClassVar[int]
-    REASON_FIELD_NUMBER: _ClassVar[int]
-    fetch: int
-    reason: str
-    def __init__(self, fetch: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
-
-class FetchOffer(_message.Message):
-    __slots__ = ("fetch", "chunk", "first", "stop", "counts", "cached")
-    FETCH_FIELD_NUMBER: _ClassVar[int]
-    CHUNK_FIELD_NUMBER: _ClassVar[int]
-    FIRST_FIELD_NUMBER: _ClassVar[int]
-    STOP_FIELD_NUMBER: _ClassVar[int]
-    COUNTS_FIELD_NUMBER: _ClassVar[int]
-    CACHED_FIELD_NUMBER: _ClassVar[int]
-    fetch: int
-    chunk: int
-    first: int
-    stop: int
-    counts: _containers.RepeatedScalarFieldContainer[int]
-    cached: int
-    def __init__(self, fetch: _Optional[int] = ..., chunk: _Optional[int] = ..., first: _Optional[int] = ..., stop: _Optional[int] = ..., counts: _Optional[_Iterable[int]] = ..., cached: _Optional[int] = ...) -> None: ...
-
-class FetchCommit(_message.Message):
-    __slots__ = ("fetch", "chunk")
-    FETCH_FIELD_NUMBER: _ClassVar[int]
-    CHUNK_FIELD_NUMBER: _ClassVar[int]
-    fetch: int
-    chunk: int
-    def __init__(self, fetch: _Optional[int] = ..., chunk: _Optional[int] = ...) -> None: ...
+    shards: bytes
+    def __init__(self, contract_version: _Optional[int] = ..., identity: _Optional[_Union[ReplicaIdentity, _Mapping]] = ..., shards: _Optional[bytes] = ...) -> None: ...

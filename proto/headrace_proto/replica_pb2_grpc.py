@@ -51,8 +51,8 @@ class ReplicaStub:
                 _registered_method=True)
         self.Transfer = channel.stream_stream(
                 '/headrace.v1.Replica/Transfer',
-                request_serializer=headrace__proto_dot_replica__pb2.TargetFrame.SerializeToString,
-                response_deserializer=headrace__proto_dot_replica__pb2.SourceFrame.FromString,
+                request_serializer=headrace__proto_dot_replica__pb2.TransferFrame.SerializeToString,
+                response_deserializer=headrace__proto_dot_replica__pb2.TransferFrame.FromString,
                 _registered_method=True)
         self.WatchHealth = channel.unary_stream(
                 '/headrace.v1.Replica/WatchHealth',
@@ -87,9 +87,8 @@ class ReplicaServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Transfer(self, request_iterator, context):
-        """KV blocks from this replica (the source) to the caller (the target): the control messages; ranks send the bytes
-        directly to each other. The first TargetFrame and the first SourceFrame carry `hello`. Closing the stream ends
-        every fetch.
+        """KV blocks of this replica (the source), which the caller's ranks (the target's) read: the control messages. The
+        first frame of each side carries `hello`. Closing the stream ends every fetch.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -122,8 +121,8 @@ def add_ReplicaServicer_to_server(servicer, server):
             ),
             'Transfer': grpc.stream_stream_rpc_method_handler(
                     servicer.Transfer,
-                    request_deserializer=headrace__proto_dot_replica__pb2.TargetFrame.FromString,
-                    response_serializer=headrace__proto_dot_replica__pb2.SourceFrame.SerializeToString,
+                    request_deserializer=headrace__proto_dot_replica__pb2.TransferFrame.FromString,
+                    response_serializer=headrace__proto_dot_replica__pb2.TransferFrame.SerializeToString,
             ),
             'WatchHealth': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchHealth,
@@ -237,8 +236,8 @@ class Replica:
             request_iterator,
             target,
             '/headrace.v1.Replica/Transfer',
-            headrace__proto_dot_replica__pb2.TargetFrame.SerializeToString,
-            headrace__proto_dot_replica__pb2.SourceFrame.FromString,
+            headrace__proto_dot_replica__pb2.TransferFrame.SerializeToString,
+            headrace__proto_dot_replica__pb2.TransferFrame.FromString,
             options,
             channel_credentials,
             insecure,

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from headrace_worker.core.config import Rendezvous
 from headrace_worker.core.request import Finish, Request
 from headrace_worker.core.transfer.messages import FetchRequest, Granted
-from headrace_worker.core.transfer.orders import OpenPair
+from headrace_worker.core.transfer.orders import Connect
 from support.worker.engine_bench import make_bench
 from support.worker.fake_model import undisturbed
 
@@ -147,7 +146,7 @@ def test_a_full_queue_has_a_place_for_another_tenant() -> None:
 
 def test_grants_of_one_tenant_leave_places_to_another() -> None:
     granter = make_bench(num_blocks=4096).engine.exchange.granter
-    granter.open_pair("there", OpenPair(1, Rendezvous("there", 1, bytes(32)), 2, 0, 1, (), sends=True), 0.0)
+    granter.connect("there", Connect(1, (), (), reads=False), 0.0)
     places = granter.limits.max_grants
 
     def granted(tenant: bytes, count: int) -> int:

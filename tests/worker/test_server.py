@@ -303,12 +303,10 @@ def test_replicas_whose_contract_versions_differ_by_one_exchange_blocks(
     served = make_served()
 
     async def reason() -> str:
-        async def frames() -> AsyncIterator[pb.TargetFrame]:
+        async def frames() -> AsyncIterator[pb.TransferFrame]:
             identity = pb.ReplicaIdentity(replica_id="b", model="other")
-            rendezvous = pb.PairRendezvous(host="127.0.0.1", token=bytes(32), port=1)
-            yield pb.TargetFrame(
-                hello=pb.TargetHello(contract_version=version, identity=identity, rendezvous=rendezvous)
-            )
+            hello = pb.TransferHello(contract_version=version, identity=identity, shards=b"\xc0")
+            yield pb.TransferFrame(hello=hello)
 
         async with MEMBER.channel(served.address, NO_PROXY) as channel:
             with pytest.raises(grpc.aio.AioRpcError) as error:

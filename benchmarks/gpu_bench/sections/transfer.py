@@ -1,7 +1,7 @@
 """Two replicas on one device: KV blocks from one to the other, and first tokens with a prefill replica.
 
 Both processes share the GPU in turns, so that first tokens show that the path works, and not what two GPUs would reach.
-The roofline of the blocks is a copy of equally large pieces from process to process over the same transport.
+The roofline of the blocks is a raw copy of equally large pieces from process to process by NIXL.
 """
 
 import asyncio
@@ -15,18 +15,14 @@ from typing import Any, Literal
 from gpu_bench.models import MODELS, write_config
 from gpu_bench.section import Figure, Section, SectionRun
 
-PIECES = 200
+PIECES = 4000
 ROUNDS, SMALL_ROUNDS = 5, 2
 
 
 def run(run: SectionRun) -> Iterator[Figure]:
-    import torch
-    from replicas import copy_raw, raw_speed, run_replica
+    from replicas import RawCopy, run_replica, serve_raw
 
-    from headrace_worker.comm.rendezvous import RendezvousHost
     from headrace_worker.core.config import ReplicaConfig
-    from headrace_worker.core.transfer.orders import OpenPair
-    from headrace_worker.kv_transfer.pair_group import PairGroup
 
     context = multiprocessing.get_context("spawn")
     children: list[tuple[Any, Connection]] = []
@@ -41,7 +37,6 @@ def run(run: SectionRun) -> Iterator[Figure]:
 
     source = str(write_config(run.model, run.folder))
     dtype_name: Literal["float32", "bfloat16"] = "float32" if run.device == "cpu" else "bfloat16"
-    dtype: torch.dtype = getattr(torch, dtype_name)
     pipes = [
         start(run_replica, ReplicaConfig(
             replica_id=name, model=run.model, source=source, load_format="dummy", device=run.device,
@@ -52,20 +47,15 @@ def run(run: SectionRun) -> Iterator[Figure]:
     ]  # fmt: skip
     addresses = [pipe.recv() for pipe in pipes]
     config = MODELS[run.model]
-    piece = (2, 16, config["num_key_value_heads"], 16, config.get("head_dim", 128))  # a layer of sixteen blocks
-    opened = RendezvousHost("127.0.0.1")
-    sender = start(copy_raw, opened.rendezvous, piece, dtype, PIECES)
-    sender.recv()
-    pair_group = PairGroup(OpenPair(1, opened.rendezvous, 2, 0, 1, (), sends=False), 0, "127.0.0.1", opened)
+    element = 4 if dtype_name == "float32" else 2
+    piece = config["num_key_value_heads"] * 16 * config.get("head_dim", 128) * element  # keys of a layer in a block
+    sender = start(serve_raw, piece, PIECES, run.device)
+    raw_copy = RawCopy(piece, PIECES, run.device, sender)
     lengths = (64, 512) if run.small else (512, 2048, 4000)
     rounds = SMALL_ROUNDS if run.small else ROUNDS
 
-    def copy() -> float:
-        return raw_speed(pair_group, piece, dtype, PIECES, sender)
-
-    yield from asyncio.run(measure(addresses, lengths, config["vocab_size"], rounds, copy))
-    sender.send(False)
-    pair_group.close()
+    yield from asyncio.run(measure(addresses, lengths, config["vocab_size"], rounds, raw_copy.speed))
+    sender.send(True)
     for pipe in pipes:
         pipe.send(True)
     for process, _ in children:
@@ -81,7 +71,7 @@ async def measure(
     for stream in streams:
         await stream.open()
     random = Random(1)
-    for _ in range(2):  # opens the pair, and pins the memory of its copies
+    for _ in range(2):  # connects
         await fetch_speed(first, second, tokens(random, lengths[-1], vocabulary))
     figures = []
     fetched, copied = [], []

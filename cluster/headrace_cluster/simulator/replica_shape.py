@@ -16,7 +16,6 @@ from headrace_proto.replica_pb2 import (
 )
 from headrace_worker.core.kv.manager import ModelScope
 from headrace_worker.core.layout import LAYOUT_VERSION, CacheGroupSpec, CacheLayout
-from headrace_worker.core.transfer.shards import KvShards, RankShard
 
 KEY = derive_key(b"simulation")
 REVISION = "r"
@@ -43,10 +42,6 @@ class ReplicaShape:
     @property
     def scope(self) -> ModelScope:
         return ModelScope(self.model, REVISION, DTYPE, DTYPE)
-
-    @property
-    def shards(self) -> KvShards:
-        return KvShards(self.block_size, 8, DTYPE, (0,), (RankShard(((0,),), (0, 1)),))
 
     def facts(self, name: str, boot_id: bytes, generation: int, role: Role) -> ModelFacts:
         """What a replica reports of itself when a router connects."""

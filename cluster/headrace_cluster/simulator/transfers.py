@@ -1,6 +1,6 @@
 """KV transfers of one replica: the messages and orders of production's protocol, over links that take their time.
 
-A replica sends one chunk at a time, and receives any number: its sending bandwidth is what a transfer waits for.
+One chunk at a time is read from a replica, and it reads any number: the source's bandwidth is what a read waits for.
 """
 
 from collections.abc import Callable
@@ -8,14 +8,21 @@ from typing import Protocol
 
 from headrace_cluster.simulator.replica_shape import ReplicaShape
 from headrace_cluster.simulator.virtual_time import VirtualTime
-from headrace_worker.core.config import Rendezvous
 from headrace_worker.core.engine import Engine
 from headrace_worker.core.transfer.exchange import Outbound
 from headrace_worker.core.transfer.messages import FromSource, ToSource
-from headrace_worker.core.transfer.orders import OpenPair, Order, Receive, Received, Send, Sent
+from headrace_worker.core.transfer.orders import (
+    Announce,
+    ChunkRead,
+    Connect,
+    End,
+    FetchOver,
+    Order,
+    Read,
+    TransferReport,
+)
 
 CONNECT_SECONDS = 0.05  # of two replicas that have not exchanged blocks before
-_RENDEZVOUS = Rendezvous("", 0, b"")
 
 
 class Process(Protocol):
@@ -51,11 +58,10 @@ class Transfers:
         self._peer = peer
         self._sources: dict[str, float] = {}  # connected, or being connected: since when messages pass
         self._targets: set[str] = set()
-        self._pairs: dict[int, str] = {}  # the other replica of each pair
-        self._numbers: dict[str, int] = {}  # of the pair with a target
-        self._sending_until = 0.0
-        self._arrived: dict[tuple[str, int, int], float] = {}  # chunks, with the time of their last byte
-        self._awaited: dict[tuple[str, int, int], Receive] = {}
+        self._peers: dict[int, tuple[str, bool]] = {}  # by their numbers in orders: the address; whether it is a source
+        self._busy_until = 0.0  # as the source
+        self._computed: set[tuple[str, int, int]] = set()  # chunks that sources have announced
+        self._awaited: dict[tuple[str, int, int], Read] = {}
 
     def send(self, outbound: Outbound, at: float) -> None:
         """Sends messages of the engine at that time."""
@@ -73,46 +79,45 @@ class Transfers:
 
     def execute(self, order: Order) -> None:
         """An order of a plan, at the end of the plan's step."""
-        now = self._owner.clock()
-        if isinstance(order, OpenPair):
-            return
-        if isinstance(order, Send):
-            target = self._pairs.get(order.pair)
-            if target is None:
-                return
-            blocks = sum(len(row) for row in order.blocks)
-            seconds = self._shape.latency.transfer_seconds(blocks * self._shape.block_size)
-            self._sending_until = max(now, self._sending_until) + seconds
-            sent = Sent(0, order.pair, blocks, seconds)
-            self._at(self._sending_until, lambda: self._report(sent))
-            self._at(self._sending_until + self._network, lambda: self._chunk_arrives(target, order))
-        elif isinstance(order, Receive) and (source := self._pairs.get(order.pair)) is not None:
-            key = source, order.fetch, order.chunk
-            if key in self._arrived:
-                del self._arrived[key]
-                self._received(order)
-            else:
-                self._awaited[key] = order
+        match order:
+            case Announce(peer, fetch, chunk, computed=False):
+                target = self._peer(self._peers[peer][0])
+                if target is not None:
+                    name, transfers = self._owner.name, target.transfers
+                    self._at(self._owner.clock() + self._network, lambda: transfers.announced(name, fetch, chunk))
+            case Read(peer, fetch, chunk):
+                key = self._peers[peer][0], fetch, chunk
+                if order.computed or key in self._computed:
+                    self._computed.discard(key)
+                    self._read(key[0], order, self._owner.clock())
+                else:
+                    self._awaited[key] = order
+            case End(peer, fetch) if self._peers[peer][1]:
+                self._time.after(0.0, lambda: self._report(FetchOver(0, fetch)))
 
-    def _chunk_arrives(self, target: str, order: Send) -> None:
-        peer = self._peer(target)
-        if peer is not None:
-            peer.transfers.chunk_arrived(self._owner.name, order.fetch, order.chunk)
-
-    def chunk_arrived(self, source: str, fetch: int, chunk: int) -> None:
-        """The last byte of a chunk is here."""
+    def announced(self, source: str, fetch: int, chunk: int) -> None:
+        """A source has computed a chunk."""
         order = self._awaited.pop((source, fetch, chunk), None)
         if order is not None:
-            self._received(order)
+            self._read(source, order, self._time.now)
         else:
-            self._arrived[source, fetch, chunk] = self._time.now
+            self._computed.add((source, fetch, chunk))
 
-    def _received(self, order: Receive) -> None:
-        size = sum(order.counts) * self._shape.block_size * self._shape.latency.kv_bytes
-        report = Received(0, order.pair, order.fetch, order.chunk, True, size)
-        self._time.after(0.0, lambda: self._report(report))
+    def _read(self, address: str, order: Read, now: float) -> None:
+        source, tokens = self._peer(address), sum(map(len, order.mine)) * self._shape.block_size
+        if source is None:
+            self._at(now, lambda: self._report(ChunkRead(0, order.fetch, order.chunk, good=False)))
+            return
+        seconds, size = self._shape.latency.transfer_seconds(tokens), tokens * self._shape.latency.kv_bytes
+        report = ChunkRead(0, order.fetch, order.chunk, True, size, seconds)
+        self._at(source.transfers.occupy(now, seconds) + self._network, lambda: self._report(report))
 
-    def _report(self, report: Sent | Received) -> None:
+    def occupy(self, now: float, seconds: float) -> float:
+        """As the source, for a read: when its last byte leaves."""
+        self._busy_until = max(now, self._busy_until) + seconds
+        return self._busy_until
+
+    def _report(self, report: TransferReport) -> None:
         owner = self._owner
         if owner.alive:
             owner.command(lambda: owner.engine.exchange.handle_report(report))
@@ -149,19 +154,19 @@ class Transfers:
         if source is None or not owner.alive:
             self._lost(address)
             return
-        mine, theirs = self._open_pair(address, sends=False), source.transfers.opened_by(owner.name)
-        owner.command(lambda: owner.engine.exchange.open_source(address, mine))
-        source.command(lambda: source.engine.exchange.open_target(owner.name, theirs))
+        mine, theirs = self._connect(address, reads=True), source.transfers.connected_by(owner.name)
+        owner.command(lambda: owner.engine.exchange.connect_source(address, mine))
+        source.command(lambda: source.engine.exchange.connect_target(owner.name, theirs))
 
-    def opened_by(self, target: str) -> OpenPair:
+    def connected_by(self, target: str) -> Connect:
         """A target has connected to this source."""
         self._targets.add(target)
-        return self._open_pair(target, sends=True)
+        return self._connect(target, reads=False)
 
-    def _open_pair(self, address: str, *, sends: bool) -> OpenPair:
-        number = len(self._pairs) + 1
-        self._pairs[number] = address
-        return OpenPair(number, _RENDEZVOUS, 2, 0, 1, (), sends=sends)
+    def _connect(self, address: str, *, reads: bool) -> Connect:
+        number = len(self._peers) + 1
+        self._peers[number] = address, reads
+        return Connect(number, (), (), reads)
 
     def _disconnect(self, address: str) -> None:
         """The other side detects it after the network's delay."""

@@ -6,7 +6,6 @@ from support.simulation.scheduled_cluster import ScheduledCluster
 from support.simulation.sim_replica import SimReplica
 from support.simulation.sim_request import ClientRequest
 from support.simulation.transfer_stream import TransferStream
-from support.simulation.transfer_workers import SimPairGroup
 
 HORIZON = 1.5  # seconds in which faults start
 
@@ -25,11 +24,8 @@ class Faults:
             self.hold_control,
             self.break_control,
             self.hold_data,
-            self.break_data,
+            self.fail_reads,
             self.partition,
-            self.message_faults,
-            self.corrupt,
-            self.truncate,
             self.fail_step,
             self.fail_step,
             self.pressure,
@@ -158,27 +154,11 @@ class Faults:
             self._cluster.network.cut_both(stream.target.address, stream.address, self._world.now + 1.0)
             stream.disconnect()
 
-    def message_faults(self) -> None:
-        stream = self._stream()
-        if stream is not None:
-            stream.message_faults += self._world.random.randrange(1, 4)
-
     def hold_data(self) -> None:
-        until = self._world.now + self._world.random.choice((0.2, 1.0, 3.0))
-        for group in self._pair_groups():
-            group.hold(until)
+        self._cluster.data.held_until = self._world.now + self._world.random.choice((0.2, 1.0, 3.0))
 
-    def break_data(self) -> None:
-        pair_groups = self._pair_groups()
-        if pair_groups:
-            self._world.log("*** the data connections of a pair break")
-            self._world.random.choice(pair_groups).disconnect()
-
-    def corrupt(self) -> None:
-        self._cluster.data_faults.corrupt += self._world.random.randrange(1, 4)
-
-    def truncate(self) -> None:
-        self._cluster.data_faults.truncate += 1
+    def fail_reads(self) -> None:
+        self._cluster.data.to_fail += self._world.random.randrange(1, 4)
 
     # -- between router and replicas ---------------------------------------------------------------------------
 
@@ -213,6 +193,3 @@ class Faults:
     def _stream(self) -> TransferStream | None:
         streams = [stream for stream in self._cluster.streams if not stream.closed]
         return self._world.random.choice(streams) if streams else None
-
-    def _pair_groups(self) -> list[SimPairGroup]:
-        return [group for group in self._cluster.pair_groups.values() if not group.broken]

@@ -7,11 +7,11 @@ from functools import partial
 
 from headrace_worker.core.guide import Mask
 from headrace_worker.core.plan import StepPlan, StepResult, Work
-from headrace_worker.core.transfer.orders import ClosePair, Drop, OpenPair, Order, Receive, Send, TransferReport
+from headrace_worker.core.transfer.orders import Announce, Connect, Order, Read, TransferReport
 from headrace_worker.core.transfer.shards import KvShards
 from support.simulation.shadow import INVALID, RankShadow, Task
 from support.simulation.sim_model import BLOCK, Model, next_tag, next_token
-from support.simulation.transfer_workers import LayerGate, SimPairGroup, SimTransferWorker
+from support.simulation.transfer_workers import DataNetwork, LayerGate, SimTransferWorker
 from support.simulation.world import InvariantViolation, Owner, World
 
 INVALID_TOKEN = 1  # never sampled by the model
@@ -38,14 +38,14 @@ class _Launched:
 
 @dataclass(slots=True)
 class Exposure:
-    """A chunk that ranks may still read or write: its blocks, and the ranks."""
+    """A chunk that ranks may still write: its blocks, and the ranks."""
 
-    order: Send | Receive
+    order: Read
     ranks: set[int]
 
     @property
     def blocks(self) -> set[int]:
-        return {block for row in self.order.blocks for block in row}
+        return {block for row in self.order.mine for block in row}
 
 
 class SimRanks:
@@ -57,15 +57,15 @@ class SimRanks:
         owner: Owner,
         model: Model,
         shards: KvShards,
-        group_of: Callable[[OpenPair], SimPairGroup],
+        network: DataNetwork,
         report: Callable[[TransferReport], None],
         spend: Callable[[], None],
     ) -> None:
         self.failing_steps = 0  # steps that will fail
-        self._routed_ranks: dict[int, set[int]] = {}  # ranks with a route, by pair
-        self.computed_in: dict[tuple[int, int, int], int] = {}  # the step that computes a sent chunk's blocks
+        self._routed_ranks: dict[int, set[int]] = {}  # of this target, by source
+        self.computed_in: dict[tuple[int, int, int], int] = {}  # the step that computes an offered chunk's blocks
         self.collected: set[int] = {0}  # steps that are known to have succeeded; 0: nothing to compute
-        self.exposures: dict[tuple[int, int, int], Exposure] = {}  # by pair, fetch, chunk
+        self.exposures: dict[tuple[int, int, int], Exposure] = {}  # by source, fetch, chunk
         self._world = world
         self._owner = owner
         self._spend = spend  # adds the time of a step
@@ -76,7 +76,7 @@ class SimRanks:
         self._pending: list[deque[_Launched]] = [deque() for _ in shards.ranks]
         self.transfer_workers = [
             SimTransferWorker(
-                world, owner, RankShadow(number, shard, model.windows, BLOCK), group_of, report, self._transferred
+                world, owner, RankShadow(number, shard, model.windows, BLOCK), shard.agent, network, report, self._over
             )
             for number, shard in enumerate(shards.ranks)
         ]
@@ -84,13 +84,9 @@ class SimRanks:
     def launch(self, plan: StepPlan) -> _Launched:
         self._expose(plan.orders)
         launched = self._resolve(plan)
-        fresh = {block for task in launched.tasks for block in task.written(BLOCK)}
-        dropped = {(order.pair, order.fetch) for order in plan.orders if isinstance(order, Drop)}
         for order in plan.orders:
-            if isinstance(order, Send):
-                late = any(block in fresh for row in order.blocks for block in row)
-                late = late and (order.pair, order.fetch) not in dropped  # zeros are sent, and the blocks may be reused
-                self.computed_in[order.pair, order.fetch, order.chunk] = plan.step if late else 0
+            if isinstance(order, Announce):
+                self.computed_in[order.peer, order.fetch, order.chunk] = 0 if order.computed else plan.step
         for rank, pending in enumerate(self._pending):
             pending.append(launched)
             if rank:
@@ -178,8 +174,6 @@ class SimRanks:
         worker, gate = self.transfer_workers[rank], LayerGate() if launched.tasks else None
         for order in launched.plan.orders:
             worker.execute(order, gate)
-            if self._world.chance(0.1):
-                worker.move_some()
         if launched.tasks:
             alone = worker.blocks_in_transfer()
             for task in launched.tasks:
@@ -190,31 +184,20 @@ class SimRanks:
                     )
         if gate is not None:
             gate.opened = True
-            worker.opened()
+        worker.opened()
 
     def _expose(self, orders: list[Order]) -> None:
-        """Records the blocks that transfer workers may access: from the order until it is done or dropped."""
+        """Records the blocks that transfer workers may write: from the order until it is done."""
         for order in orders:
             match order:
-                case OpenPair(pair, routes=routes, sends=sends):
-                    self._routed_ranks[pair] = {route.source if sends else route.target for route in routes}
-                case Send() | Receive() if any(order.blocks):
-                    ranks = set(self._routed_ranks[order.pair])
-                    self.exposures[order.pair, order.fetch, order.chunk] = Exposure(order, ranks)
-                case Drop(pair, fetch):
-                    self._remove_exposures(pair, fetch)
-                case ClosePair(pair):
-                    self._remove_exposures(pair)
+                case Connect(peer, routes=routes):
+                    self._routed_ranks[peer] = {route.target for route in routes}
+                case Read():
+                    ranks = set(self._routed_ranks[order.peer])
+                    self.exposures[order.peer, order.fetch, order.chunk] = Exposure(order, ranks)
 
-    def _remove_exposures(self, *begin: int) -> None:
-        """Removes those whose key begins with (pair) or (pair, fetch)."""
-        for key in [key for key in self.exposures if key[: len(begin)] == begin]:
+    def _over(self, rank: int, order: Read) -> None:
+        key = (order.peer, order.fetch, order.chunk)
+        self.exposures[key].ranks.discard(rank)
+        if not self.exposures[key].ranks:
             del self.exposures[key]
-
-    def _transferred(self, rank: int, order: Send | Receive) -> None:
-        key = (order.pair, order.fetch, order.chunk)
-        exposure = self.exposures.get(key)
-        if exposure is not None:
-            exposure.ranks.discard(rank)
-            if not exposure.ranks:
-                del self.exposures[key]

@@ -37,8 +37,9 @@ class RankShadow:
     parts: list[list[tuple[int, int]]] = field(default_factory=list)  # per cache group
 
     def __post_init__(self) -> None:
-        heads = range(*self.shard.heads)
-        self.parts = [[(layer, head) for layer in layers for head in heads] for layers in self.shard.layers]
+        self.parts = [
+            [(layer, head) for layer in group.layers for head in range(*group.units)] for group in self.shard.groups
+        ]
         self.cells = {part: {} for parts in self.parts for part in parts}
 
     def compute(self, task: Task) -> set[int]:

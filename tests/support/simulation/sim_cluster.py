@@ -2,14 +2,13 @@
 
 from abc import ABC, abstractmethod
 
-from headrace_worker.core.transfer.orders import OpenPair
 from support.simulation.sim_link import RouterStream
 from support.simulation.sim_model import Model
 from support.simulation.sim_replica import SimReplica
 from support.simulation.sim_request import Phase, SimRequest
 from support.simulation.sim_router import SimRouter
 from support.simulation.transfer_stream import TransferStream
-from support.simulation.transfer_workers import DataFaults, SimPairGroup
+from support.simulation.transfer_workers import DataNetwork
 from support.simulation.world import InvariantViolation, Network, World
 
 ORPHAN_SECONDS = 1.5
@@ -21,10 +20,9 @@ class Cluster(ABC):
 
     def __init__(self, world: World, model: Model) -> None:
         self.world = world
-        self.data_faults = DataFaults()
+        self.data = DataNetwork(world)
         self.network = Network(world)
         self.streams: list[TransferStream] = []
-        self.pair_groups: dict[bytes, SimPairGroup] = {}
         self.requests_to_come = 0
         self.routers: list[SimRouter] = []
 
@@ -67,9 +65,8 @@ class Cluster(ABC):
             health_stream.disconnect()
         for stream in self.streams_of(replica):
             stream.disconnect()
-        for worker in replica.ranks.transfer_workers:
-            for connection in worker.connections.values():
-                connection.close()
+        for rank in replica.shards.ranks:
+            del self.data.agents[rank.agent]
         for router_stream in self.router_streams:
             if router_stream.replica is replica:
                 router_stream.disconnect()
@@ -79,11 +76,6 @@ class Cluster(ABC):
     def next_number(self) -> int:
         self._numbers += 1
         return self._numbers
-
-    def pair_group(self, order: OpenPair) -> SimPairGroup:
-        return self.pair_groups.setdefault(
-            order.rendezvous.token, SimPairGroup(self.world, order.size, self.data_faults)
-        )
 
     def streams_of(self, replica: SimReplica) -> list[TransferStream]:
         self.streams = [stream for stream in self.streams if not stream.closed]

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from headrace_worker.core.layout import CacheGroupSpec, CacheLayout, StateSpec
-from headrace_worker.core.transfer.shards import KvShards, RankShard
+from headrace_worker.core.transfer.shards import GroupShard, KvGroup, KvShards, RankShard
 from headrace_worker.model.sharding.cuts import kv_heads
 
 BLOCK = 4
@@ -63,8 +63,9 @@ class Model:
             else [[(s * len(groups) + g,) for g in groups] for s in range(2)]
         )
         ranks = [
-            RankShard(tuple(stage), kv_heads(self.heads * tp, self.heads, place, tp))
+            RankShard(tuple(GroupShard(layers, kv_heads(self.heads * tp, self.heads, place, tp)) for layers in stage))
             for stage in stages
             for place in range(tp)
         ]
-        return KvShards(BLOCK, 8, "float32", self.windows, tuple(ranks))
+        kinds = tuple(KvGroup(window, (BLOCK * 8 * 4,) * 2) for window in self.windows)
+        return KvShards(BLOCK, "float32", kinds, tuple(ranks))

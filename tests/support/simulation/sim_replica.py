@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
+import msgspec
+
 from headrace_proto import replica_pb2 as pb
 from headrace_proto.block_hash import BlockHasher, derive_key
 from headrace_worker.assembly.command_queue import CommandQueue
@@ -15,10 +17,10 @@ from headrace_worker.core.request import Finish, Output
 from headrace_worker.core.scheduler import Scheduler
 from headrace_worker.core.scheduler_limits import SchedulerLimits
 from headrace_worker.core.transfer.exchange import Outbound, TransferExchange
-from headrace_worker.core.transfer.orders import OpenPair, TransferReport
+from headrace_worker.core.transfer.orders import TransferReport
 from headrace_worker.core.transfer.shards import KvShards
 from headrace_worker.server.convert import to_load, to_request
-from headrace_worker.server.pairs import PairRegistry
+from headrace_worker.server.transfer_peer import TransferPeer
 from support.simulation.invariants import Invariants
 from support.simulation.ranks import SimRanks
 from support.simulation.sim_link import RouterStream
@@ -29,7 +31,6 @@ from support.simulation.world import Fifo, InvariantViolation, World
 if TYPE_CHECKING:
     from support.simulation.sim_cluster import Cluster
     from support.simulation.sim_controller import HealthStream
-    from support.simulation.transfer_workers import SimPairGroup
 
 IDLE_TICK = 0.25
 KEY = derive_key(b"simulation")
@@ -67,6 +68,11 @@ class SimReplica:
         self.shape = shape
         self.name = self.address = shape.name
         self.shards: KvShards = model.shards(shape.tp, shape.pp)
+        ranks = [
+            msgspec.structs.replace(rank, agent=f"{shape.name}/{generation}/{number}".encode())
+            for number, rank in enumerate(self.shards.ranks)
+        ]
+        self.shards = msgspec.structs.replace(self.shards, ranks=tuple(ranks))
         self.identity = pb.ReplicaIdentity(
             replica_id=shape.name,
             boot_id=f"{shape.name}/{generation}".encode(),
@@ -81,12 +87,9 @@ class SimReplica:
         self.kv = KVManager(layout, shape.blocks, BlockHasher(KEY), scope, slots, shape.rows)
         limits = SchedulerLimits(shape.rows, shape.budget, max_waiting=64, batches=shape.pp)
         self.scheduler = Scheduler(limits, self.kv, self.clock)
-        ranks = len(self.shards.ranks)
-        self.ranks = SimRanks(self.world, self, model, self.shards, self._pair_group, self._reported, self._spend)
-        self.engine = Engine(self.scheduler, self.ranks, self.clock, max(shape.depth, shape.pp - 1), ranks)
-        self.pair_registry = PairRegistry(
-            lambda: self.identity, self.shards, CommandQueue(), "127.0.0.1", lambda number, host: None
-        )
+        self.ranks = SimRanks(self.world, self, model, self.shards, cluster.data, self._reported, self._spend)
+        self.engine = Engine(self.scheduler, self.ranks, self.clock, max(shape.depth, shape.pp - 1), len(ranks))
+        self.peer = TransferPeer(lambda: self.identity, self.shards, CommandQueue())
         self.invariants = Invariants(self)
         self.sources: dict[str, TransferStream] = {}
         self.targets: dict[str, TransferStream] = {}
@@ -276,11 +279,6 @@ class SimReplica:
         for peer in outbound.disconnect:
             if peer in self.sources:
                 self.sources.pop(peer).close()
-            if peer in self.targets:
-                self.targets[peer].close_from_source()
-
-    def _pair_group(self, order: OpenPair) -> "SimPairGroup":
-        return self.cluster.pair_group(order)
 
     def _reported(self, report: TransferReport) -> None:
         self.world.log("{} report {}", self.name, report)

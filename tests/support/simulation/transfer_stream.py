@@ -3,11 +3,8 @@
 from collections import deque
 from typing import TYPE_CHECKING, cast
 
-from headrace_worker.comm.rendezvous import RendezvousHost
-from headrace_worker.core.config import Rendezvous
 from headrace_worker.core.transfer.messages import FromSource, ToSource
-from headrace_worker.server.transfer_convert import source_frame, target_frame, to_source_message, to_target_message
-from support.simulation.sim_model import MAX_MODEL_LEN, VOCABULARY
+from headrace_worker.server.transfer_peer import InvalidTransferError, frame, from_source, to_source
 from support.simulation.world import Fifo
 
 if TYPE_CHECKING:
@@ -15,13 +12,6 @@ if TYPE_CHECKING:
 
 HELLO_SECONDS = 3.0
 _END = object()
-
-
-class _FakeRendezvousHost:
-    """Replaces a RendezvousHost, of which only the rendezvous is used."""
-
-    def __init__(self, number: int) -> None:
-        self.rendezvous = Rendezvous("127.0.0.1", 1, number.to_bytes(32, "big"))
 
 
 class TransferStream:
@@ -32,16 +22,13 @@ class TransferStream:
         self.address = address
         self.source: SimReplica | None = None
         self.name = ""  # the target's name at the source
-        self.disturbed = False  # a message was delayed or lost on it
-        self.message_faults = 0  # messages that will be lost, duplicated or swapped
+        self.disturbed = False  # its messages were delayed
         self._world = world = target.world
-        self._rendezvous_host = _FakeRendezvousHost(target.cluster.next_number())
         self._open = False  # both have sent hello
         self._target_closed = self._source_closed = False
         self._waiting: deque[ToSource] = deque()
         self._up: Fifo | None = None
         self._down = Fifo(world, target, self._target_receives)
-        self._swapped: list[tuple[Fifo, object]] = []
         world.at(world.delay(), self._reach, target)
         world.at(HELLO_SECONDS, lambda: None if self._open else self._time_out(), target)
 
@@ -56,22 +43,17 @@ class TransferStream:
         if not self._open or self._up is None:
             self._waiting.append(message)
         else:
-            self._put(self._up, message)
+            self._up.put(message)
 
     def send_to_target(self, message: FromSource) -> None:
         """Sends a message of the source."""
         if not self._source_closed:
-            self._put(self._down, message)
+            self._down.put(message)
 
     def close(self) -> None:
         """The target closes the stream; the source detects it after a delay."""
         self._target_closed = True
         self._notify_source()
-
-    def close_from_source(self) -> None:
-        """The source closes the stream, after its last message."""
-        self._end_source()
-        self._down.put(_END)
 
     def disconnect(self) -> None:
         """Both ends detect it, each after its own delay."""
@@ -104,14 +86,16 @@ class TransferStream:
     def _accept(self) -> None:
         source = self.source
         assert source is not None
-        reason = source.pair_registry.find_mismatch(self.target.identity, self.target.shards)
-        if reason or source.stopped:
+        try:
+            order = source.peer.connect(self.target.peer.hello(), reads=False)
+        except InvalidTransferError:
+            order = None
+        if order is None or source.stopped:
             self._source_closed = True
             self._down.put(_END)
             return
         self.name = source.name_of(self)
-        order = source.pair_registry.as_source(self._rendezvous_host.rendezvous, self.target.shards)
-        source.command(lambda exchange: exchange.open_target(self.name, order))
+        source.command(lambda exchange: exchange.connect_target(self.name, order))
         if self._source_closed:
             self._end_source()
             return
@@ -126,19 +110,18 @@ class TransferStream:
         elif item is None:
             self._open = True
             assert self.source is not None and self._up is not None
-            order = target.pair_registry.as_target(cast(RendezvousHost, self._rendezvous_host), self.source.shards)
-            target.command(lambda exchange: exchange.open_source(self.address, order))
+            order = target.peer.connect(self.source.peer.hello(), reads=True)
+            target.command(lambda exchange: exchange.connect_source(self.address, order))
             while self._waiting:
-                self._put(self._up, self._waiting.popleft())
+                self._up.put(self._waiting.popleft())
         else:
-            message = to_target_message(source_frame(cast(FromSource, item)))
+            message = from_source(frame(cast(FromSource, item)))
             target.command(lambda exchange: exchange.receive_from_source(self.address, message))
 
     def _source_receives(self, item: object) -> None:
         if self._source_closed or self.source is None:
             return
-        frame = target_frame(cast(ToSource, item))
-        message = to_source_message(frame, max_model_len=MAX_MODEL_LEN, vocab_size=VOCABULARY)
+        message = to_source(frame(cast(ToSource, item)))
         self.source.command(lambda exchange: exchange.receive_from_target(self.name, message))
 
     def _time_out(self) -> None:
@@ -163,21 +146,3 @@ class TransferStream:
             self._source_closed = True
             if self.name and self.source is not None:
                 self.source.target_disconnected(self)
-
-    def _put(self, fifo: Fifo, message: object) -> None:
-        world = self._world
-        if self.message_faults and world.chance(0.5):
-            self.message_faults -= 1
-            self.disturbed = True
-            kind = world.random.randrange(3)
-            world.log("faulty stream: {} {}", ("loses", "duplicates", "swaps")[kind], message)
-            if kind == 0:
-                return
-            if kind == 2:
-                self._swapped.append((fifo, message))
-                return
-            fifo.put(message)
-        fifo.put(message)
-        for late, swapped in self._swapped:
-            late.put(swapped)
-        self._swapped.clear()

@@ -1,167 +1,48 @@
-"""The transfer workers of a rank and the connections between the ranks of two replicas: moves as events, not threads.
+"""The transfer workers of a rank, and reads of other ranks' memory: as events, not threads.
 
-Simulates `kv_transfer/transfer_worker.py` and `peer_connection.py`. A move reads or writes one piece (one layer of one
-route). Each pair moves independently, and a plan waits for none. Data arrives in order, delayed, sometimes damaged.
+Simulates `kv_transfer/transfer_worker.py` and NIXL below it. A piece is one layer of one route: it leaves the source's
+memory at one time and reaches the target's at a later one, whatever both have done with their blocks meanwhile.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from headrace_worker.core.transfer.orders import (
-    ClosePair,
-    Drop,
-    OpenPair,
+    Announce,
+    ChunkRead,
+    Connect,
+    Disconnect,
+    End,
+    FetchOver,
     Order,
-    PairFailed,
-    Receive,
-    Received,
-    Send,
+    Read,
     TransferReport,
 )
 from headrace_worker.core.transfer.shards import Route
-from support.simulation.shadow import INVALID, Cell, RankShadow
-from support.simulation.world import Fifo, InvariantViolation, Owner, World
+from support.simulation.shadow import RankShadow
+from support.simulation.world import InvariantViolation, Owner, World
 
-MAX_IN_FLIGHT = 2  # pieces between two ranks: a sender waits for its receiver
-JOIN_SECONDS = 10.0
-_WAIT, _PROGRESS = False, True
+Notice = tuple[bytes, int, int]  # the source's agent, fetch, chunk
 
 
 @dataclass(slots=True)
-class Piece:
-    """A layer's part of a chunk. Raw bytes have no type: a receiver can only check their number."""
+class DataNetwork:
+    """What all reads go through."""
 
-    cells: list[list[Cell]]
+    world: World
+    agents: dict[bytes, "SimTransferWorker"] = field(default_factory=dict)  # of ranks that are alive
+    held_until: float = 0.0
+    to_fail: int = 0  # pieces
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        return len(self.cells), len(self.cells[0])
+    def delay(self) -> float:
+        return max(self.world.delay(), self.held_until - self.world.now)
 
-    @property
-    def checksum(self) -> int:
-        return hash(tuple(tuple(cell) for cells in self.cells for cell in cells))
-
-
-@dataclass(slots=True)
-class Trailer:
-    """Ends a chunk."""
-
-    fetch: int
-    chunk: int
-    complete: bool
-    checksum: int
-
-
-@dataclass(slots=True)
-class _Channel:
-    """Data from one rank to another."""
-
-    fifo: Fifo
-    arrived: deque[Piece | Trailer] = field(default_factory=deque)
-    in_flight: int = 0
-    sender: Callable[[], None] = lambda: None
-    receiver: Callable[[], None] = lambda: None
-
-
-class DataFaults:
-    """Faults that will still be injected into pieces in flight."""
-
-    def __init__(self) -> None:
-        self.corrupt = 0
-        self.truncate = 0
-
-    def apply(self, item: Piece | Trailer, world: World) -> Piece | Trailer | None:
-        if isinstance(item, Piece) and self.truncate and world.chance(0.5):
-            self.truncate -= 1
+    def source(self, agent: bytes) -> "SimTransferWorker | None":
+        """The worker whose memory is to be read, if the read does not fail."""
+        if self.to_fail and self.world.chance(0.5):
+            self.to_fail -= 1
             return None
-        if self.corrupt and world.chance(0.5):
-            self.corrupt -= 1
-            if isinstance(item, Trailer):
-                return Trailer(item.fetch, item.chunk, item.complete, item.checksum ^ 1)
-            cells = [[list(cell) for cell in row] for row in item.cells]
-            world.random.choice(world.random.choice(cells))[0] = INVALID
-            return Piece(cells)
-        return item
-
-
-class SimPairGroup:
-    """The group of a pair: complete once all ranks of both sides have joined, broken for all when one leaves."""
-
-    def __init__(self, world: World, size: int, data_faults: DataFaults) -> None:
-        self.size = size
-        self.broken = False
-        self._world = world
-        self._data_faults = data_faults
-        self._members: dict[int, tuple[Owner, Callable[[], None], Callable[[], None]]] = {}
-        self._channels: dict[tuple[int, int], _Channel] = {}
-        self._held_until = 0.0
-
-    @property
-    def complete(self) -> bool:
-        return len(self._members) == self.size and not self.broken
-
-    def join(self, number: int, owner: Owner, wake: Callable[[], None], lose: Callable[[], None]) -> None:
-        """`lose` is called when the group breaks, `wake` when data can be sent or received."""
-        if self.broken:
-            self._world.at(self._world.delay(), lose, owner)
-            return
-        self._members[number] = (owner, wake, lose)
-        if self.complete:
-            for _, call, _ in self._members.values():
-                call()
-
-    def hold(self, until: float) -> None:
-        """Delays all data until then."""
-        self._held_until = until
-        for channel in self._channels.values():
-            channel.fifo.held_until = until
-
-    def disconnect(self) -> None:
-        """Every rank detects it, each after its own delay."""
-        if self.broken:
-            return
-        self.broken = True
-        for owner, _, lose in self._members.values():
-            self._world.at(self._world.delay(), lose, owner)
-
-    def can_send(self, me: int, to: int) -> bool:
-        return self._channel(me, to).in_flight < MAX_IN_FLIGHT
-
-    def send(self, me: int, to: int, item: Piece | Trailer) -> None:
-        channel = self._channel(me, to)
-        damaged = self._data_faults.apply(item, self._world)
-        if damaged is not None:
-            channel.in_flight += 1
-            channel.fifo.put(damaged)
-
-    def receive(self, source: int, me: int) -> Piece | Trailer | None:
-        channel = self._channel(source, me)
-        if not channel.arrived:
-            return None
-        channel.in_flight -= 1
-        self._wake(source)
-        return channel.arrived.popleft()
-
-    def _wake(self, number: int) -> None:
-        if number in self._members:
-            self._members[number][1]()
-
-    def _channel(self, source: int, target: int) -> _Channel:
-        channel = self._channels.get((source, target))
-        if channel is None:
-
-            def arrive(item: object) -> None:
-                assert isinstance(item, Piece | Trailer)
-                self._channels[source, target].arrived.append(item)
-                self._wake(target)
-
-            channel = self._channels[source, target] = _Channel(Fifo(self._world, None, arrive, self._held_until))
-        return channel
-
-
-class ConnectionLost(Exception):
-    """The pair's connections are closed, or delivered unexpected data."""
+        return self.agents.get(agent)
 
 
 @dataclass(slots=True, eq=False)
@@ -172,180 +53,12 @@ class LayerGate:
 
 
 @dataclass(slots=True, eq=False)
-class _Item:
-    order: Send | Receive
-    gate: LayerGate | None
-    left: int  # pieces to read or write
-
-    @property
-    def blocks(self) -> set[int]:
-        return {block for row in self.order.blocks for block in row}
-
-
-class SimPeerConnection:
-    """One rank's end of a pair."""
-
-    def __init__(self, worker: "SimTransferWorker", order: OpenPair, group: SimPairGroup) -> None:
-        self.order = order
-        self.live: dict[int, int] = {}
-        self.items: deque[_Item] = deque()
-        self._worker = worker
-        self._shadow = worker.shadow
-        self._group = group
-        self._closed = False
-        self._lost = False
-        self._pumping = False
-        rank = self._shadow.number
-        mine = [route for route in order.routes if (route.source if order.sends else route.target) == rank]
-        self._routes: list[Route] = sorted(mine, key=lambda route: route.target if order.sends else route.source)
-        self._me = order.first + rank
-        self._moves = self._run()
-
-    def start(self) -> None:
-        world = self._worker.world
-        group, owner = self._group, self._worker.owner
-        world.at(world.delay(), lambda: group.join(self._me, owner, self.wake, self._lose), owner)
-        world.at(JOIN_SECONDS, lambda: None if group.complete or self._closed else group.disconnect(), owner)
-
-    def put(self, order: Send | Receive, gate: LayerGate | None) -> None:
-        if not isinstance(order, Receive) or order.blocks:
-            self.live[order.fetch] = self.live.get(order.fetch, 0) + 1
-        counts = order.counts if isinstance(order, Receive) else tuple(map(len, order.blocks))
-        pieces = sum(len(layers) for route in self._routes for layers, n in zip(route.layers, counts, strict=True) if n)
-        item = _Item(order, gate, pieces)
-        self.items.append(item)
-        if not pieces:
-            self._worker.transferred(order)
-        self.wake()
-
-    def _count_piece(self, item: _Item) -> None:
-        """A piece was read or written."""
-        item.left -= 1
-        if not item.left:
-            self._worker.transferred(item.order)
-
-    def drop(self, fetch: int) -> None:
-        self.live.pop(fetch, None)
-
-    def close(self) -> None:
-        self.live.clear()
-        self._closed = True
-        self._group.disconnect()
-
-    def blocks_in_transfer(self) -> set[int]:
-        """Blocks that may still be read or written."""
-        if self._lost:
-            return set()
-        return {
-            block
-            for item in self.items
-            if item.left and item.order.fetch in self.live and (item.gate is None or item.gate.opened)
-            for block in item.blocks
-        }
-
-    def wake(self) -> None:
-        if not self._pumping and not self._closed and not self._lost:
-            self._pumping = True
-            world = self._worker.world
-            world.at(world.delay(), self._pump, self._worker.owner)
-
-    def move(self) -> bool:
-        """Reads or writes one piece or trailer, if one is available."""
-        if self._closed or self._lost or not self._group.complete:
-            return _WAIT
-        try:
-            return next(self._moves)
-        except ConnectionLost:
-            self._group.disconnect()
-            return _WAIT
-
-    def _pump(self) -> None:
-        self._pumping = False
-        if self.move() is _PROGRESS:
-            self.wake()
-
-    def _lose(self) -> None:
-        """The group broke: the remaining chunks have failed."""
-        if self._closed or self._lost:
-            return
-        self._lost = True
-        receives = [item.order for item in self.items if isinstance(item.order, Receive)]
-        if receives:
-            self._report(receives[0], good=False)
-        self._worker.report(PairFailed(self._shadow.number, self.order.pair, "lost"))
-        for order in receives[1:]:
-            self._report(order, good=False)
-
-    def _report(self, order: Receive, *, good: bool) -> None:
-        self._worker.report(Received(self._shadow.number, order.pair, order.fetch, order.chunk, good, 1))
-
-    def _run(self) -> Iterator[bool]:
-        while True:
-            while not self.items:
-                yield _WAIT
-            item = self.items[0]
-            if isinstance(item.order, Send):
-                yield from self._send(item, item.order)
-            else:
-                yield from self._receive(item, item.order)
-            yield _PROGRESS
-
-    def _send(self, item: _Item, order: Send) -> Iterator[bool]:
-        gate = item.gate
-        for route in self._routes:
-            heads, peer = range(*route.heads), self.order.peers + route.target
-            checksum, complete = 0, True
-            for blocks, layers in zip(order.blocks, route.layers, strict=True):
-                for layer in layers if blocks else ():
-                    while (gate is not None and not gate.opened) or not self._group.can_send(self._me, peer):
-                        yield _WAIT
-                    complete = complete and order.fetch in self.live
-                    piece = Piece(
-                        self._shadow.read(layer, heads, blocks)
-                        if complete
-                        else [[[0] * self._shadow.block_size for _ in blocks] for _ in heads]
-                    )
-                    self._count_piece(item)
-                    checksum = hash((checksum, piece.checksum))
-                    self._group.send(self._me, peer, piece)
-                    yield _PROGRESS
-            self._group.send(self._me, peer, Trailer(order.fetch, order.chunk, complete, checksum))
-            yield _PROGRESS
-        self._finish_item(order)
-
-    def _receive(self, item: _Item, order: Receive) -> Iterator[bool]:
-        good = True
-        for route in self._routes:
-            heads, peer = range(*route.heads), self.order.peers + route.source
-            checksum = 0
-            for group, layers in enumerate(route.layers):
-                for layer in layers if order.counts[group] else ():
-                    while (found := self._group.receive(peer, self._me)) is None:
-                        yield _WAIT
-                    if not isinstance(found, Piece) or found.shape != (len(heads), order.counts[group]):
-                        raise ConnectionLost
-                    checksum = hash((checksum, found.checksum))
-                    if order.fetch in self.live:
-                        self._worker.written(order, group)
-                        self._shadow.write(layer, heads, order.blocks[group], found.cells)
-                    self._count_piece(item)
-                    yield _PROGRESS
-            while (trailer := self._group.receive(peer, self._me)) is None:
-                yield _WAIT
-            if not isinstance(trailer, Trailer) or (trailer.fetch, trailer.chunk) != (order.fetch, order.chunk):
-                raise ConnectionLost
-            good = good and trailer == Trailer(order.fetch, order.chunk, True, checksum)
-            yield _PROGRESS
-        self._finish_item(order)
-        self._report(order, good=good)
-
-    def _finish_item(self, order: Send | Receive) -> None:
-        self.items.popleft()
-        left = self.live.get(order.fetch, 1) - 1
-        if left > 0:
-            self.live[order.fetch] = left
-        else:
-            self.live.pop(order.fetch, None)
+class _Reading:
+    order: Read
+    left: list[Route]
+    under_way: int = 0  # pieces
+    failed: bool = False
+    ended: bool = False  # by an End
 
 
 class SimTransferWorker:
@@ -356,64 +69,123 @@ class SimTransferWorker:
         world: World,
         owner: Owner,
         shadow: RankShadow,
-        group_of: Callable[[OpenPair], SimPairGroup],
+        agent: bytes,
+        network: DataNetwork,
         report: Callable[[TransferReport], None],
-        transferred: Callable[[int, Send | Receive], None],
+        over: Callable[[int, Read], None],
     ) -> None:
+        """`over` is called when the rank does not write blocks of a chunk any more."""
         self.world = world
         self.owner = owner
         self.shadow = shadow
-        self.connections: dict[int, SimPeerConnection] = {}
-        self.report = report
-        self._group_of = group_of
-        self._transferred = transferred
-        self._dropped: set[tuple[int, int]] = set()
+        self.peers: dict[int, Connect] = {}
+        self.reading: list[_Reading] = []
+        self._agent = agent
+        self._network = network
+        self._report = report
+        self._over = over
+        self._announcing: list[tuple[Announce, LayerGate | None]] = []
+        self._ending: list[tuple[int, int]] = []
+        self._notices: set[Notice] = set()
+        network.agents[agent] = self
 
     def execute(self, order: Order, gate: LayerGate | None) -> None:
         match order:
-            case OpenPair():
-                if order.pair in self.connections:
-                    raise InvariantViolation(f"pair {order.pair} is opened twice")
-                connection = self.connections[order.pair] = SimPeerConnection(self, order, self._group_of(order))
-                connection.start()
-            case ClosePair(pair):
-                closed = self.connections.pop(pair, None)
-                if closed is not None:
-                    closed.close()
-            case Drop(pair, fetch):
-                self._dropped.add((pair, fetch))
-                if pair in self.connections:
-                    self.connections[pair].drop(fetch)
-            case Send() | Receive():
-                if order.pair in self.connections:
-                    self.connections[order.pair].put(order, gate)
+            case Connect():
+                if order.peer in self.peers:
+                    raise InvariantViolation(f"peer {order.peer} is connected twice")
+                self.peers[order.peer] = order
+            case Disconnect(peer):
+                del self.peers[peer]
+            case Announce():
+                if not order.computed:
+                    self._announcing.append((order, gate))
+            case Read():
+                self.reading.append(_Reading(order, self._routes(order.peer)))
+                self.wake()
+            case End(peer, fetch):
+                self._announcing = [each for each in self._announcing if (each[0].peer, each[0].fetch) != (peer, fetch)]
+                if self.peers[peer].reads:
+                    self._ending.append((peer, fetch))
+                    for reading in self.reading:
+                        reading.ended = reading.ended or (reading.order.peer, reading.order.fetch) == (peer, fetch)
+                    self.wake()
 
     def opened(self) -> None:
         """A gate was opened."""
-        for connection in self.connections.values():
-            connection.wake()
+        announcing, self._announcing = self._announcing, []
+        for order, gate in announcing:
+            if gate is not None and not gate.opened:
+                self._announcing.append((order, gate))
+                continue
+            for route in self._routes(order.peer):
+                target = self._network.agents.get(self.peers[order.peer].ranks[route.target].agent)
+                if target is not None:
+                    target.notify((self._agent, order.fetch, order.chunk))
 
-    def move_some(self) -> None:
-        """Transfer workers do not wait for the step thread: some move while it executes a plan."""
-        for connection in list(self.connections.values()):
-            for _ in range(self.world.random.randrange(3)):
-                connection.move()
+    def notify(self, notice: Notice) -> None:
+        """A notice is sent to this rank."""
+
+        def arrive() -> None:
+            self._notices.add(notice)
+            self._progress()
+
+        self.world.at(self._network.delay(), arrive, self.owner)
 
     def blocks_in_transfer(self) -> set[int]:
-        """Blocks that the worker may still read or write, without those that a step must compute first."""
-        return {
-            block
-            for connection in self.connections.values()
-            if connection.live
-            for block in connection.blocks_in_transfer()
-        }
+        """Blocks that the worker may still write."""
+        return {block for reading in self.reading for row in reading.order.mine for block in row}
 
-    def written(self, order: Receive, group: int) -> None:
-        """Checks blocks before the worker writes them."""
-        if (order.pair, order.fetch) in self._dropped:
-            raise InvariantViolation(
-                f"a transfer worker writes blocks {order.blocks[group]} of a fetch that was dropped"
-            )
+    def wake(self) -> None:
+        self.world.at(self.world.delay(), self._progress, self.owner)
 
-    def transferred(self, order: Send | Receive) -> None:
-        self._transferred(self.shadow.number, order)
+    def _routes(self, peer: int) -> list[Route]:
+        order = self.peers[peer]
+        return [r for r in order.routes if (r.target if order.reads else r.source) == self.shadow.number]
+
+    def _progress(self) -> None:
+        for reading in list(self.reading):
+            order = reading.order
+            peer = self.peers.get(order.peer)
+            reading.ended = reading.ended or peer is None  # it was disconnected
+            ranks = peer.ranks if peer is not None else ()
+            for route in [] if reading.ended else list(reading.left):
+                agent = ranks[route.source].agent
+                if order.computed or (agent, order.fetch, order.chunk) in self._notices:
+                    reading.left.remove(route)
+                    self._begin(reading, route, agent)
+            if reading.under_way or (reading.left and not (reading.failed or reading.ended)):
+                continue
+            self.reading.remove(reading)
+            self._over(self.shadow.number, order)
+            if not reading.ended:
+                good = not reading.failed
+                self._report(ChunkRead(self.shadow.number, order.fetch, order.chunk, good, 1, 0.001))
+        for peer_number, fetch in list(self._ending):
+            if all((each.order.peer, each.order.fetch) != (peer_number, fetch) for each in self.reading):
+                self._ending.remove((peer_number, fetch))
+                self._report(FetchOver(self.shadow.number, fetch))
+
+    def _begin(self, reading: _Reading, route: Route, agent: bytes) -> None:
+        for group, shard in enumerate(route.groups):
+            for layer in shard.layers if reading.order.mine[group] else ():
+                self._begin_piece(reading, agent, group, layer, range(*shard.units))
+
+    def _begin_piece(self, reading: _Reading, agent: bytes, group: int, layer: int, units: range) -> None:
+        reading.under_way += 1
+
+        def leave() -> None:
+            source = self._network.source(agent)
+            piece = source.shadow.read(layer, units, reading.order.theirs[group]) if source is not None else None
+
+            def reach() -> None:
+                if piece is None:
+                    reading.failed = True
+                else:
+                    self.shadow.write(layer, units, reading.order.mine[group], piece)
+                reading.under_way -= 1
+                self.wake()
+
+            self.world.at(self._network.delay(), reach)
+
+        self.world.at(self._network.delay(), leave)

@@ -46,6 +46,9 @@ class RecordedMark:
     def synchronize(self) -> None:
         self._device.note("mark.synchronize", self.stream)
 
+    def query(self) -> bool:
+        return True
+
 
 class RecordedDownload:
     """Notes when it is read."""

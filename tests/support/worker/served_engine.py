@@ -9,11 +9,10 @@ from headrace_proto import replica_pb2 as pb
 from headrace_proto.replica_pb2_grpc import ReplicaStub
 from headrace_worker.assembly.command_queue import CommandQueue
 from headrace_worker.assembly.loop import EngineLoop
-from headrace_worker.core.transfer.shards import KvShards, RankShard
 from headrace_worker.server.description import Description
-from headrace_worker.server.pairs import PairRegistry
 from headrace_worker.server.server import ReplicaServer
 from headrace_worker.server.servicer import Servicer
+from headrace_worker.server.transfer_peer import TransferPeer
 from support.members import MEMBER
 
 
@@ -28,13 +27,9 @@ class ServedEngine:
         self.loop = EngineLoop(
             bench.engine, lambda report: self.server.call_soon(self.servicer.deliver, report), CommandQueue()
         )
-        layers = (tuple(layer for group in bench.runner.layout.groups for layer in group.layers),)
-        shards = KvShards(4, 8, "float32", (0,), (RankShard(layers, (0, 1)),))
-        pair_registry = PairRegistry(
-            lambda: identity, shards, self.loop.commands, "127.0.0.1", lambda pair, opened: None
-        )
+        peer = TransferPeer(lambda: identity, None, self.loop.commands)
         self.description = Description(facts, b"t" * (3 << 19))
-        self.servicer = Servicer(self.description, self.loop, bench.kv.start_chain, b"b" * 16, pair_registry, MEMBER)
+        self.servicer = Servicer(self.description, self.loop, bench.kv.start_chain, b"b" * 16, peer, MEMBER)
         self.address = self.server.start(self.servicer)
         threading.Thread(target=self.loop.run, name="steps", daemon=True).start()
 

@@ -10,7 +10,7 @@ from headrace_proto.errors import MemoryTooSmallError
 from headrace_worker.core.kv.sizing import size_kv
 from headrace_worker.core.layout import CacheGroupSpec, CacheLayout
 from headrace_worker.core.plan import RowInit, RowSampling, StepPlan, TableUpdate, Work
-from headrace_worker.core.transfer.orders import Drop, Order
+from headrace_worker.core.transfer.orders import End, Order
 from headrace_worker.model.attention import StepContext, StepContextError, attend, step_context
 from headrace_worker.model.load import LoadedModel
 from headrace_worker.runner import Runner, warm_up
@@ -101,7 +101,7 @@ def test_a_step_that_cannot_be_prepared_ends_its_listeners_step(load_tiny: Calla
     model = load_tiny("llama")
     pools = KVPools.of(model, 8)
     runner = Runner(model, pools, max_rows=2, max_len=16, kv_listener=listener)
-    orders: list[Order] = [Drop(1, 1)]
+    orders: list[Order] = [End(1, 1)]
     tables = [TableUpdate(0, 0, 0, [1])]
     with pytest.raises(IndexError):
         runner.prepare(StepPlan(0, [], [RowInit(9, 0, [5], 1, GREEDY)], [], [Work(0, 0, 1, True)], orders=orders))

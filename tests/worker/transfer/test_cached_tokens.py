@@ -6,11 +6,8 @@ from typing import Any
 
 import pytest
 
-from headrace_proto import replica_pb2 as pb
-from headrace_worker.core.config import Rendezvous
 from headrace_worker.core.plan import RowSampling, StepPlan
-from headrace_worker.core.transfer.orders import OpenPair, Order, Receive, Received, Send
-from headrace_worker.server.transfer_convert import source_frame, target_frame, to_source_message, to_target_message
+from headrace_worker.core.transfer.orders import ChunkRead, Connect, Order, Read
 from support.worker.engine_bench import make_bench
 
 PROMPT = 30  # tokens; blocks have 4, and the last token is always computed: 28 can be cached
@@ -22,9 +19,7 @@ class Pair:
 
     def __init__(self, make_bench: Callable[..., Any]) -> None:
         self.source, self.target = make_bench(), make_bench()
-        self.change_offer: Callable[[pb.FetchOffer], None] = lambda offer: None
         self._orders: dict[int, list[Order]] = {}
-        self._sent: dict[tuple[int, int], tuple[tuple[int, ...], ...]] = {}
         for number, bench in enumerate((self.source, self.target)):
             self._orders[number] = []
 
@@ -32,9 +27,8 @@ class Pair:
                 self._orders[number] += plan.orders
 
             bench.runner.on_launch = note
-        rendezvous = Rendezvous("127.0.0.1", 1, b"t" * 32)
-        self.source.engine.exchange.open_target("d", OpenPair(1, rendezvous, 2, 1, 0, (), sends=True))
-        self.target.engine.exchange.fetcher.open_pair("p", OpenPair(1, rendezvous, 2, 0, 1, (), sends=False))
+        self.source.engine.exchange.connect_target("d", Connect(1, (), (), reads=False))
+        self.target.engine.exchange.connect_source("p", Connect(1, (), (), reads=True))
 
     def answer(self, prompt: list[int], **options: Any) -> Any:
         """Runs one request on the target, its prompt fetched from the source; returns its first output."""
@@ -54,21 +48,13 @@ class Pair:
     def _exchange(self) -> None:
         source, target = self.source.engine.exchange, self.target.engine.exchange
         for _, message in target.take_outbound().to_sources:
-            source.receive_from_target(
-                "d", to_source_message(target_frame(message), max_model_len=500, vocab_size=1000)
-            )
+            source.receive_from_target("d", message)
         for _, answer in source.take_outbound().to_targets:
-            frame = source_frame(answer)
-            if frame.WhichOneof("message") == "offer":
-                self.change_offer(frame.offer)
-            target.receive_from_source("p", to_target_message(frame))
-        for order in self._orders[0]:
-            if isinstance(order, Send):
-                self._sent[order.fetch, order.chunk] = order.blocks
+            target.receive_from_source("p", answer)
         for order in self._orders[1]:
-            if isinstance(order, Receive):
-                self._copy(self._sent[order.fetch, order.chunk], order.blocks)
-                target.handle_report(Received(0, order.pair, order.fetch, order.chunk, good=True))
+            if isinstance(order, Read):
+                self._copy(order.theirs, order.mine)
+                target.handle_report(ChunkRead(0, order.fetch, order.chunk, good=True))
         self._orders[0].clear()
         self._orders[1].clear()
 

@@ -2,86 +2,131 @@
 
 import pytest
 
-from headrace_worker.core.config import Rendezvous
-from headrace_worker.core.transfer.messages import Done, Failed, FetchRequest, Granted
-from headrace_worker.core.transfer.orders import Drop, OpenPair, Receive, Sent
-from headrace_worker.core.transfer.send_speed import SendSpeed
+from headrace_worker.core.transfer.messages import Cancel, Commit, Done, FetchRequest, Granted, Offer, Renew, Renewed
+from headrace_worker.core.transfer.orders import Announce, ChunkRead, Connect, Disconnect, End, FetchOver
 from support.worker.engine_bench import make_bench
 
-
-def test_a_dropped_grants_blocks_are_released_before_a_fetch_may_write_them() -> None:
-    """They were free for a moment, and a fetch has reserved them: its Receive was ordered first, the Drop later."""
-    exchange = make_bench().engine.exchange
-    receive, drop = Receive(2, 1, 0, (1,), ((5,),)), Drop(1, 9)
-    exchange.fetcher.orders.append(receive)
-    exchange.granter.orders.append(drop)
-    assert exchange.take_orders(0) == [drop, receive]
+TOKENS = list(range(20, 60))
+SOURCE, TARGET = Connect(7, (), (), reads=True), Connect(7, (), (), reads=False)
 
 
-def test_blocks_of_a_grant_that_ends_too_early_are_dropped_first() -> None:
-    """A target that reports the end before it can have all blocks: chunks may be under way from them."""
+@pytest.mark.parametrize("ends", ["done", "cancelled", "lost"])
+def test_a_grants_blocks_are_held_until_the_target_answers_or_its_lease_ends(ends: str) -> None:
+    """Even if the target's stream is lost: its ranks may still read."""
     bench = make_bench(depth=1)
-    granter = bench.engine.exchange.granter
-    granter.open_pair("there", OpenPair(7, Rendezvous("there", 1, bytes(32)), 2, 0, 1, (), sends=True), 0.0)
-    granter.receive("there", FetchRequest(1, b"", "", list(range(20, 60)), 0), 0.0)
-    bench.engine.step()
-    granter.receive("there", Done(1), 0.0)
-    assert granter.orders == [Drop(7, 1)] and not len(granter)
-    bench.step_until_idle({})
-    assert bench.kv.pool.used == 0
+    exchange = bench.engine.exchange
+    exchange.connect_target("there", TARGET)
+    exchange.receive_from_target("there", FetchRequest(1, b"", "", TOKENS, 0))
+    for _ in range(8):
+        bench.engine.step()
+    assert bench.kv.pool.used == 10 and not bench.scheduler.running, "its request has ended"
+    if ends == "lost":
+        exchange.target_lost("there")
+        exchange.tick()
+        assert bench.kv.pool.used == 10
+        bench.clock.now += exchange.granter.limits.lease + 0.1
+        exchange.tick()
+    else:
+        exchange.receive_from_target("there", Done(1) if ends == "done" else Cancel(1))
+    assert exchange.granter.orders == [End(7, 1), *([Disconnect(7)] if ends == "lost" else [])]
+    assert bench.kv.pool.used == 0 and not len(exchange.granter)
 
 
-def test_the_measured_speed_of_a_pair_reaches_the_load_and_the_limits() -> None:
+def test_a_renewal_is_answered_and_extends_the_lease() -> None:
+    bench = make_bench()
+    exchange = bench.engine.exchange
+    exchange.connect_target("there", TARGET)
+    exchange.receive_from_target("there", FetchRequest(1, b"", "", TOKENS, 0))
+    for number in range(3):
+        bench.clock.now += exchange.granter.limits.lease - 0.1
+        exchange.receive_from_target("there", Renew(number))
+        assert exchange.take_outbound().to_targets[-1] == ("there", Renewed(number))
+        exchange.tick()
+        assert len(exchange.granter) == 1
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_was_read_later_than_the_source_may_hold_it_is_not_used(late: bool) -> None:
+    """The source stalls, its lease for this target ends, and its blocks are used again before the last read."""
+    bench = make_bench()
+    exchange = bench.engine.exchange
+    exchange.connect_source("there", SOURCE)
+    assert exchange.begin(bench.request(TOKENS, source="there"), seconds_per_token=1.0)
+    exchange.receive_from_source("there", Granted(1, 9))
+    exchange.receive_from_source("there", Offer(1, 0, 0, 9, (tuple(range(1, 10)),), computed=True))
+    exchange.receive_from_source("there", Commit(1, 0))
+    exchange.take_orders(0)
+    bench.clock.now += exchange.fetcher.limits.silence + (0.1 if late else -0.1)
+    exchange.handle_report(ChunkRead(0, 1, 0, good=True))
+    assert exchange.fetcher.counters.done == (not late)
+    assert bench.kv.pool.cached == (0 if late else 9) and bench.kv.pool.quarantined == (9 if late else 0)
+    if late:
+        assert exchange.take_orders(0) == [End(7, 1)]
+        exchange.handle_report(FetchOver(0, 1))
+        assert bench.kv.pool.quarantined == 0
+
+
+def test_renewals_that_are_answered_keep_a_long_fetch() -> None:
+    bench = make_bench()
+    exchange = bench.engine.exchange
+    exchange.connect_source("there", SOURCE)
+    assert exchange.begin(bench.request(TOKENS, source="there"), seconds_per_token=10.0)
+    for _ in range(20):
+        exchange.tick()
+        for _, message in exchange.take_outbound().to_sources:
+            if isinstance(message, Renew):
+                exchange.receive_from_source("there", Renewed(message.number))
+        bench.clock.now += 0.6
+    assert len(exchange.fetcher) == 1
+    bench.clock.now += exchange.fetcher.limits.silence
+    exchange.tick()
+    assert not len(exchange.fetcher), "none was answered"
+
+
+def test_the_measured_speed_of_a_source_reaches_the_load_and_the_limits() -> None:
     bench = make_bench()
     exchange, limits = bench.engine.exchange, bench.engine.exchange.fetcher.limits
+    exchange.connect_source("there", SOURCE)
     size, blocks = bench.kv.block_size, 8
-    tokens = list(range(1, size * blocks + 2))
 
-    def begin(*, seconds_per_token: float, cached_only: bool = False) -> float:
-        """The fetch's time limit, 0 if there is none."""
-        request = bench.request(tokens, source="there")
+    def begin(seed: int, *, seconds_per_token: float, cached_only: bool = False) -> float:
+        """The fetch's time limit, 0 if there is none. Its blocks take 3 s each."""
+        request = bench.request([seed, *range(1, size * blocks + 1)], source="there")
         request.cached_only = cached_only
         if not exchange.begin(request, seconds_per_token=seconds_per_token):
             return 0.0
-        ((_, message),) = exchange.take_outbound().to_sources
-        exchange.receive_from_source("there", Granted(message.fetch, blocks, 3.0))
-        exchange.receive_from_source("there", Failed(message.fetch, "enough"))
+        message = next(m for _, m in exchange.take_outbound().to_sources if isinstance(m, FetchRequest))
+        exchange.receive_from_source("there", Granted(message.fetch, blocks))
+        theirs = (tuple(range(1, blocks + 1)),)
+        exchange.receive_from_source("there", Offer(message.fetch, 0, 0, blocks, theirs, computed=True))
+        exchange.receive_from_source("there", Commit(message.fetch, 0))
+        exchange.handle_report(ChunkRead(0, message.fetch, 0, good=True, seconds=3.0 * blocks))
         return float(message.timeout)
 
-    assert begin(seconds_per_token=1e-3) == limits.min_seconds, "the speed is not known yet"
+    assert begin(1000, seconds_per_token=1e-3) == limits.min_seconds, "the speed is not known yet"
     assert bench.engine.load().source_speeds == [("there", 3.0 / size)]
-    assert begin(seconds_per_token=0.5) == limits.slowdown * 3.0 * blocks
-    assert begin(seconds_per_token=0.1) == limits.slowdown * limits.slowest * 0.1 * blocks * size, "it may be wrong"
-    assert begin(seconds_per_token=1e-3, cached_only=True) == 0, "computing it here is faster"
-    assert begin(seconds_per_token=2.0, cached_only=True) == limits.slowdown * 2.0 * blocks * size
+    assert begin(1001, seconds_per_token=0.5) == limits.slowdown * 3.0 * blocks
+    assert begin(1002, seconds_per_token=0.1) == limits.slowdown * limits.slowest * 0.1 * blocks * size, "may be wrong"
+    assert begin(1003, seconds_per_token=1e-3, cached_only=True) == 0, "computing it here is faster"
+    assert begin(1004, seconds_per_token=2.0, cached_only=True) == limits.slowdown * 2.0 * blocks * size
     bench.clock.now += limits.speed_seconds
     assert bench.engine.load().source_speeds == [], "it is measured again"
-    assert begin(seconds_per_token=1e-3) == limits.min_seconds
 
 
-def test_a_source_measures_the_slowest_rank_of_each_pair() -> None:
-    bench = make_bench()
-    exchange = bench.engine.exchange
-    for pair, target in ((7, "there"), (8, "elsewhere")):
-        exchange.open_target(target, OpenPair(pair, Rendezvous("there", 1, bytes(32)), 3, 0, 1, (), sends=True))
-    for report in (Sent(0, 7, 4, 0.4), Sent(1, 7, 4, 0.8), Sent(1, 7, 2, 0.8), Sent(0, 8, 0, 0.5), Sent(0, 9, 1, 9.0)):
-        exchange.handle_report(report)
-    for target in ("there", "elsewhere"):
-        exchange.receive_from_target(target, FetchRequest(1, b"", "", list(range(20, 60)), 0))
-    granted = dict(exchange.take_outbound().to_targets)
-    assert granted["there"].block_seconds == pytest.approx((0.8 * 0.8 + 0.8) / (0.8 * 4 + 2))
-    assert granted["elsewhere"].block_seconds == 0, "of no blocks nothing is known"
-
-
-def test_short_chunks_say_little_about_the_speed_of_long_ones() -> None:
-    speed = SendSpeed()
-    speed.add(0, 500, 0.35)
+def test_short_chunks_say_little_about_the_speed_of_long_ones_and_the_slowest_rank_decides() -> None:
+    fetcher = make_bench().engine.exchange.fetcher
+    peers = fetcher.peers
+    peers.connected("there", 7)
+    peers.read("there", 0, 500, 0.35, 0.0)
     for _ in range(3):
-        speed.add(0, 2, 0.0214)  # 20 ms of which are no matter of size
-    assert speed.block_seconds < 0.002
+        peers.read("there", 0, 2, 0.0214, 0.0)  # 20 ms of which are no matter of size
+    assert peers.block_seconds("there", 0.0) < 0.002
     for _ in range(30):
-        speed.add(0, 500, 0.7)
-    assert speed.block_seconds == pytest.approx(0.0014, rel=0.02), "it follows"
+        peers.read("there", 0, 500, 0.7, 0.0)
+    assert peers.block_seconds("there", 0.0) == pytest.approx(0.0014, rel=0.02), "it follows"
+    peers.read("there", 1, 100, 1.0, 0.0)
+    assert peers.block_seconds("there", 0.0) == pytest.approx(0.01)
+    assert peers.block_seconds("there", fetcher.limits.speed_seconds) == 0.0
 
 
 def test_a_source_that_was_silent_is_avoided() -> None:
@@ -98,3 +143,20 @@ def test_a_source_that_was_silent_is_avoided() -> None:
     assert not begin("there") and begin("elsewhere")
     bench.clock.now += limits.avoid_silent
     assert begin("there")
+
+
+def test_a_source_offers_what_is_cached_at_once_and_the_rest_with_the_step_that_computes_it() -> None:
+    bench = make_bench()
+    bench.run([bench.request(TOKENS)])
+    exchange = bench.engine.exchange
+    exchange.connect_target("there", TARGET)
+    for fetch, tokens in ((1, TOKENS), (2, list(range(200, 240)))):
+        exchange.receive_from_target("there", FetchRequest(fetch, b"", "", tokens, 0))
+        offers = [each for _, each in exchange.take_outbound().to_targets if isinstance(each, Offer)]
+        assert [offer.computed for offer in offers] == ([True] if fetch == 1 else [])
+    orders = []
+    bench.runner.on_launch = lambda plan: orders.extend(plan.orders)
+    bench.engine.step()
+    assert [order for order in orders if isinstance(order, Announce)] == [
+        Announce(7, 1, 0, computed=True), Announce(7, 2, 0, computed=False)
+    ]  # fmt: skip

@@ -12,7 +12,6 @@ from headrace_worker.assembly.step_memory import measure_step_memory
 from headrace_worker.assembly.step_thread import ThreadRunner
 from headrace_worker.assembly.stepping import choose_depth, choose_recorder, loop_note, record_steps
 from headrace_worker.assembly.transfer_reports import to_commands
-from headrace_worker.comm.interface import rank_host
 from headrace_worker.comm.parallel_context import SINGLE
 from headrace_worker.core.config import LOCAL_CACHE_KEY, ReplicaConfig
 from headrace_worker.core.engine import Engine
@@ -25,8 +24,8 @@ from headrace_worker.core.step_runner import StepRunner
 from headrace_worker.core.transfer.orders import TransferReport
 from headrace_worker.device.choice import open_device, use_threads
 from headrace_worker.device.rank_device import RankDevice
+from headrace_worker.kv_transfer.opening import open_transfers
 from headrace_worker.kv_transfer.transfer_worker import TransferWorker
-from headrace_worker.model.kv_shards import kv_shards
 from headrace_worker.model.load import LoadedModel, load
 from headrace_worker.profiling.profiler import StepProfiler
 from headrace_worker.profiling.stepping import ProfiledRunner
@@ -48,7 +47,7 @@ class Assembly:
     engine: Engine
     model: LoadedModel
     runner: Runner
-    transfers: TransferWorker
+    transfers: TransferWorker | None  # None: this engine exchanges no blocks
     kv: KVManager
     size: KvSize
     limits: SchedulerLimits
@@ -64,7 +63,7 @@ class RankPart:
 
     model: LoadedModel
     runner: Runner
-    transfers: TransferWorker
+    transfers: TransferWorker | None  # None: this engine exchanges no blocks
     size: KvSize
     max_model_len: int
     max_num_seqs: int
@@ -74,7 +73,7 @@ class RankPart:
 
 def assemble_part(
     config: ReplicaConfig,
-    report_transfer: Callable[[TransferReport], None],
+    report_transfer: Callable[[TransferReport], None] | None,
     report: Progress = ignore_progress,
     model: LoadedModel | None = None,
     team: Team | None = None,
@@ -83,7 +82,7 @@ def assemble_part(
     """Loads the model (unless it is given) and sizes the cache to what all ranks can hold. Raises a HeadraceError.
 
     The thread that calls this runs the steps: see `use_threads`. `device`: of the rank, which this thread uses; None:
-    that of `config`, for one rank in this process.
+    that of `config`, for one rank in this process. report_transfer: None if no blocks are exchanged with others.
     """
     use_threads(config.cpu_threads)
     if model is None:
@@ -123,17 +122,10 @@ def assemble_part(
         notes.append(memory.unrecorded)
     max_num_seqs = size.max_num_seqs
     pools = KVPools.of(model, size.num_blocks, size.state_slots)
-    shards = kv_shards(model.config, model.dtype_name, config.block_size, config.tp, config.pp)
-    rank = team.topology.rank if team is not None else 0
-    transfers = TransferWorker(
-        rank,
-        rank_host(config),
-        shards,
-        pools.layers,
-        model.device,
-        report_transfer,
-        team.detector.check if team is not None else lambda: None,
-    )
+    transfers = None
+    if report_transfer is not None:
+        transfers, note = open_transfers(config, model, pools.layers, team, report_transfer)
+        notes.append(note)
     runner = Runner(model, pools, max_rows=max_num_seqs, max_len=max_model_len, kv_listener=transfers)
     return RankPart(model, runner, transfers, size, max_model_len, max_num_seqs, not memory.unrecorded, notes)
 
@@ -146,10 +138,12 @@ def assemble(
     profiler: StepProfiler | None = None,
     cache_key: bytes = LOCAL_CACHE_KEY,
     device: RankDevice | None = None,
+    *,
+    transfers: bool = False,
 ) -> Assembly:
     """A whole engine, or rank 0's part of one that also runs the team's other ranks. Raises a HeadraceError.
 
-    `cache_key`: 32 bytes of the block hash. `device`: see `assemble_part`.
+    `cache_key`: 32 bytes of the block hash. `device`: see `assemble_part`. transfers: exchange blocks with others.
     """
     device = device or (model.device if model is not None else open_device(config.device))
     depth, threaded = choose_depth(config, device)
@@ -160,8 +154,8 @@ def assemble(
         return call() if thread is None else thread.submit(call).result()
 
     commands = CommandQueue()
-    given = model
-    part = on_thread(lambda: assemble_part(config, to_commands(commands), report, given, team, device))
+    given, report_transfer = model, to_commands(commands) if transfers else None
+    part = on_thread(lambda: assemble_part(config, report_transfer, report, given, team, device))
     model, runner, size, max_model_len = part.model, part.runner, part.size, part.max_model_len
     ranks = None
     if team is not None:

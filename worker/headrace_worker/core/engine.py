@@ -125,8 +125,6 @@ class Engine:
                 self._launched.append(_Launched(scheduled, handle, start, self.predicted_step))
                 if scheduled.guided:
                     outputs += self._draw(self._launched[-1])
-            if orders:
-                self.exchange.launched(orders)
         if len(self._launched) > self._depth or (scheduled is None and self._launched):
             outputs += self._collect(self._launched.popleft())
         for output in outputs:

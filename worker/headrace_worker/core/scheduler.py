@@ -74,13 +74,6 @@ class Scheduler:
         index = request.emitted - request.prompt_len
         return Output(request.attempt_id, index, [], finish=finish, error=error, preemptions=request.preemptions)
 
-    def detach(self, request: Request) -> BlockTable | None:
-        """Ends a running request but passes its block table to the caller, which must release it."""
-        table, request.table = request.table, None
-        self._request_table.remove(request)
-        request.finish = Finish.STOP
-        return table
-
     def expire(self) -> list[Output]:
         """Ends the requests whose deadline has passed."""
         passed = self._deadlines.take_expired(self._clock())

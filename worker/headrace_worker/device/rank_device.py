@@ -20,6 +20,10 @@ class Mark(Protocol):
         """Waits on the host until it is reached."""
         ...
 
+    def query(self) -> bool:
+        """Whether it is reached."""
+        ...
+
 
 class Download(Protocol):
     """An asynchronous copy of tensors to the host. It begins at once and waits for nothing that is launched later."""

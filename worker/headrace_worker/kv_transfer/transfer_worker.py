@@ -1,43 +1,101 @@
-"""A rank's transfer worker: receives orders in the step thread, and executes them on one thread per pair.
+"""A rank's transfer worker: takes orders in the step thread, and executes them on a thread of its own.
 
-    plan's orders ─▶ TransferWorker ─┬─▶ PeerConnection of pair 1 ── PairGroup ── other replica
-                written(layer) ──▶   └─▶ PeerConnection of pair 2 ── PairGroup ── other replica
-    peer connections ──▶ reports ──▶ rank 0
+    plan's orders ──▶ TransferWorker ◀──▶ KvAgent ◀── NIXL ──▶ agents of other replicas' ranks
+    written(layer) ──▶     │
+                           └──▶ reports ──▶ rank 0
 
-A chunk that is sent while its step still runs is sent layer by layer, each as soon as its keys and values are written.
+As the source it notifies the target's ranks of each slice of layers that a step has computed; as the target it reads a
+slice when its source has. A read is over when NIXL says so: nothing stops it before.
 """
 
+import queue
+import struct
 import threading
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
+import structlog
 from torch import Tensor
 
-from headrace_worker.comm.rendezvous import RendezvousHost
-from headrace_worker.core.transfer.orders import ClosePair, Drop, OpenPair, Order, Receive, Send, TransferReport
-from headrace_worker.core.transfer.shards import KvShards
+from headrace_worker.core.transfer.orders import (
+    Announce,
+    ChunkRead,
+    Connect,
+    Disconnect,
+    End,
+    FetchOver,
+    Order,
+    Read,
+    TransferReport,
+)
+from headrace_worker.core.transfer.shards import KvShards, Route
 from headrace_worker.device.rank_device import Mark, RankDevice
-from headrace_worker.kv_transfer.peer_connection import PeerConnection
-from headrace_worker.model.attention import LayerCache
+from headrace_worker.kv_transfer.agent import KvAgent, ReadFailedError, Reading
+from headrace_worker.kv_transfer.pieces import Layers, joined, layer_slices, pieces
+
+log = structlog.get_logger(__name__)
+
+POLL_SECONDS = 5e-5
+MAX_ENDED = 1024  # fetches of which notices may still arrive
+_NOTICE = struct.Struct("<QII")  # fetch, chunk, slice
+
+Notice = tuple[int, int, int]
 
 
 class WrittenLayers:
-    """Which layers of a running step have stored their keys and values: set by the step thread, awaited by senders."""
+    """Which layers of a running step have stored their keys and values: set by the step thread."""
 
-    def __init__(self, layers: Sequence[int], device: RankDevice) -> None:
+    def __init__(self, device: RankDevice) -> None:
         self._device = device
-        self._done = {layer: threading.Event() for layer in layers}
         self._marks: dict[int, Mark] = {}
+        self._end: Mark | None = None
 
-    def mark(self, layer: int, values: Tensor) -> None:
-        """Mark a layer as written, once what its thread has launched is done."""
-        if not self._done[layer].is_set():
-            self._marks[layer] = self._device.mark()
-            self._done[layer].set()
+    def mark(self, layer: int, _values: Tensor | None = None) -> None:
+        """A layer is written, once what its thread has launched is done."""
+        self._marks.setdefault(layer, self._device.mark())
 
-    def wait(self, layer: int) -> None:
-        """Wait until the layer's blocks can be read."""
-        self._done[layer].wait()
-        self._marks[layer].synchronize()
+    def end(self) -> None:
+        """The step's work is launched, whether or not each layer was marked."""
+        self._end = self._device.mark()
+
+    def holds(self, layer: int) -> bool:
+        """Whether the layer's blocks can be read."""
+        mark = self._marks.get(layer, self._end)
+        return mark is not None and mark.query()
+
+
+@dataclass(slots=True)
+class _Peer:
+    """The ranks of another replica with which this one shares routes."""
+
+    order: Connect
+    routes: list[Route]
+    agents: dict[int, str]  # names, by rank
+    slices: list[list[Layers]]  # by route
+
+
+@dataclass(slots=True)
+class _Announcing:
+    """A chunk whose layers a step computes: what the targets were not notified of yet, by route."""
+
+    order: Announce
+    written: WrittenLayers
+    left: list[list[int]]  # slices
+
+
+@dataclass(slots=True)
+class _Reading:
+    """A chunk that is being read."""
+
+    order: Read
+    launched: Mark  # until then its blocks are in use by steps
+    left: set[tuple[int, int]]  # (route, slice) whose read has not begun
+    under_way: list[Reading] = field(default_factory=list)
+    num_bytes: int = 0
+    seconds: float = 0.0
+    busy_since: float | None = None
+    failed: bool = False
 
 
 class TransferWorker:
@@ -46,73 +104,206 @@ class TransferWorker:
     def __init__(
         self,
         rank: int,
-        host: str,
         shards: KvShards,
-        caches: dict[int, LayerCache],
+        agent: KvAgent,
         device: RankDevice,
         report: Callable[[TransferReport], None],
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """`report` is called on the threads of the connections.
+        """shards: with the memory of all ranks. `report` is called on the worker's thread.
 
         `check` raises once what this rank computes may not be valid: a step of a lost group does not fail by itself.
         """
         self.shards = shards
         self._rank = rank
-        self._host = host
-        self._caches = caches
+        self._agent = agent
         self._device = device
         self._report = report
         self._check = check
-        self._connections: dict[int, PeerConnection] = {}
-        self._opened: dict[int, RendezvousHost] = {}
         self._written: WrittenLayers | None = None
-
-    def set_rendezvous_host(self, pair: int, host: RendezvousHost) -> None:
-        """On rank 0 of the target: the pair's rendezvous. Called before the pair's order; from any thread."""
-        self._opened[pair] = host
+        self._orders: queue.SimpleQueue[tuple[Order, WrittenLayers | None, Mark] | None] = queue.SimpleQueue()
+        # Of the worker's thread:
+        self._peers: dict[int, _Peer] = {}
+        self._closing: list[_Peer] = []  # to be forgotten when nothing is read from them
+        self._served: set[tuple[int, int]] = set()  # fetches of targets
+        self._announcing: list[_Announcing] = []
+        self._reading: list[_Reading] = []
+        self._ended: list[tuple[int, int]] = []  # fetches whose last reads are under way
+        self._notices: dict[int, set[tuple[str, Notice]]] = {}  # by fetch
+        self._thread = threading.Thread(target=self._run, name="headrace-transfers", daemon=True)
+        self._thread.start()
 
     def begin_step(self, orders: Sequence[Order], *, computes: bool) -> Callable[[int, Tensor], None] | None:
-        """Starts a plan's orders, before its work. Returns what to call as each layer is written, if a sender waits."""
-        if computes and any(isinstance(order, Send) for order in orders):
-            self._written = WrittenLayers(list(self._caches), self._device)
+        """Takes a plan's orders, before its work. Returns what to call as each layer is written, if a target waits."""
+        if computes and any(isinstance(order, Announce) for order in orders):
+            self._written = WrittenLayers(self._device)
+        launched = self._device.mark()
         for order in orders:
-            match order:
-                case OpenPair():
-                    connection = PeerConnection(
-                        order,
-                        self._rank,
-                        self._host,
-                        self.shards,
-                        self._caches,
-                        self._device,
-                        self._report,
-                        self._check,
-                        self._opened.pop(order.pair, None),
-                    )
-                    self._connections[order.pair] = connection
-                    connection.start()
-                case ClosePair(pair):
-                    closed = self._connections.pop(pair, None)
-                    if closed is not None:
-                        closed.close()
-                case Drop(pair, fetch):
-                    if pair in self._connections:
-                        self._connections[pair].drop(fetch)
-                case Send() | Receive():
-                    if order.pair in self._connections:
-                        self._connections[order.pair].enqueue(order, self._written)
+            self._orders.put((order, self._written, launched))
         return self._written.mark if self._written is not None else None
 
     def end_step(self) -> None:
-        """The step's work is over, whether or not each layer was marked: release all waits for layers."""
+        """The step's work is launched."""
         written, self._written = self._written, None
         if written is not None:
-            for layer, cache in self._caches.items():
-                written.mark(layer, cache.pool)
+            written.end()
 
-    def stop(self) -> None:
-        """Ends all pairs. Idempotent."""
-        for connection in list(self._connections.values()):
-            connection.close()
-        self._connections.clear()
+    def stop(self, seconds: float = 5.0) -> None:
+        """Ends the thread, once no read is under way or the time has passed. Idempotent."""
+        self._orders.put(None)
+        self._thread.join(seconds)
+
+    # -- on the worker's thread -----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        self._device.use()
+        stopping = False
+        with self._device.own_stream():
+            while not stopping or self._reading:
+                idle = not (self._served or self._announcing or self._reading or self._closing or stopping)
+                try:
+                    entry = self._orders.get(block=idle)
+                except queue.Empty:
+                    self._progress()
+                    time.sleep(POLL_SECONDS)
+                    continue
+                if entry is None:
+                    stopping = True
+                    for reading in self._reading:
+                        reading.failed = True
+                elif not stopping:
+                    self._take(*entry)
+        self._agent.close()
+
+    def _take(self, order: Order, written: WrittenLayers | None, launched: Mark) -> None:
+        match order:
+            case Connect():
+                self._peers[order.peer] = self._connect(order)
+            case Disconnect(peer):
+                self._closing.append(self._peers.pop(peer))
+            case Announce(peer, fetch, computed=computed):
+                self._served.add((peer, fetch))
+                if not computed and written is not None:
+                    waiting = [list(range(len(each))) for each in self._peers[peer].slices]
+                    self._announcing.append(_Announcing(order, written, waiting))
+            case Read(peer):
+                slices = self._peers[peer].slices
+                left = {(route, place) for route, each in enumerate(slices) for place in range(len(each))}
+                self._reading.append(_Reading(order, launched, left))
+            case End(peer, fetch):
+                self._served.discard((peer, fetch))
+                self._announcing = [each for each in self._announcing if _key(each.order) != (peer, fetch)]
+                if self._peers[peer].order.reads:
+                    self._ended.append((peer, fetch))
+                    for reading in self._reading:
+                        reading.failed = reading.failed or _key(reading.order) == (peer, fetch)
+        self._progress()
+
+    def _connect(self, order: Connect) -> _Peer:
+        mine = [route for route in order.routes if (route.target if order.reads else route.source) == self._rank]
+        peer = _Peer(order, mine, {}, [layer_slices(route) for route in mine])
+        for route in mine:
+            other = route.source if order.reads else route.target
+            try:
+                peer.agents[other] = self._agent.connect(order.ranks[other].agent)
+            except ReadFailedError as error:  # each read fails then
+                log.warning("kv_peer_unreachable", rank=self._rank, error=str(error))
+        return peer
+
+    def _progress(self) -> None:
+        for sender, notice in self._agent.notices():
+            fetch, chunk, place = _NOTICE.unpack(notice)
+            self._notices.setdefault(fetch, set()).add((sender, (fetch, chunk, place)))
+        while len(self._notices) > MAX_ENDED:
+            del self._notices[next(iter(self._notices))]
+        self._announcing = [each for each in self._announcing if self._announce(each)]
+        self._reading = [each for each in self._reading if self._read(each)]
+        for key in [key for key in self._ended if all(_key(each.order) != key for each in self._reading)]:
+            self._ended.remove(key)
+            self._notices.pop(key[1], None)
+            self._report(FetchOver(self._rank, key[1]))
+        for peer in [peer for peer in self._closing if all(_peer(each) != peer.order.peer for each in self._reading)]:
+            self._closing.remove(peer)
+            for name in peer.agents.values():
+                self._agent.disconnect(name)
+
+    def _announce(self, each: _Announcing) -> bool:
+        """Notifies the targets of what is computed. Returns whether more will be."""
+        peer = self._peers.get(each.order.peer)
+        if peer is None:
+            return False
+        for route, layers, left in zip(peer.routes, peer.slices, each.left, strict=True):
+            while left and all(each.written.holds(route.groups[group].layers[at]) for group, at in layers[left[0]]):
+                try:
+                    self._check()
+                except Exception:  # what was computed may be invalid: the target waits until this replica is lost
+                    return False
+                notice = _NOTICE.pack(each.order.fetch, each.order.chunk, left.pop(0))
+                self._agent.notify(peer.agents.get(route.target, ""), notice)
+        return any(each.left)
+
+    def _read(self, each: _Reading) -> bool:
+        """Begins the reads that can begin, and ends those that are over. Returns whether there are more."""
+        if not each.failed and each.left and each.launched.query():
+            for route, place in sorted(each.left):
+                if not each.failed and self._can_read(each.order, route, place):
+                    each.left.discard((route, place))
+                    self._begin_read(each, route, place)
+        over = []
+        for reading in each.under_way:
+            try:
+                if reading.done():
+                    over.append(reading)
+            except ReadFailedError:
+                over.append(reading)
+                each.failed = True
+        each.under_way = [reading for reading in each.under_way if reading not in over]
+        if each.busy_since is not None and not each.under_way:
+            each.seconds += time.monotonic() - each.busy_since
+            each.busy_since = None
+        if (each.left and not each.failed) or each.under_way:
+            return True
+        order = each.order
+        if not any(key == _key(order) for key in self._ended):
+            self._report(ChunkRead(self._rank, order.fetch, order.chunk, not each.failed, each.num_bytes, each.seconds))
+        return False
+
+    def _can_read(self, order: Read, route: int, place: int) -> bool:
+        if order.computed:
+            return True
+        peer = self._peers[order.peer]
+        entry = (peer.agents.get(peer.routes[route].source, ""), (order.fetch, order.chunk, place))
+        notices = self._notices.get(order.fetch, set())
+        if entry not in notices:
+            return not entry[0]  # which cannot be reached: the read fails
+        notices.discard(entry)
+        if not notices:
+            del self._notices[order.fetch]
+        return True
+
+    def _begin_read(self, each: _Reading, number: int, place: int) -> None:
+        peer = self._peers[each.order.peer]
+        route = peer.routes[number]
+        layers, source = peer.slices[number][place], peer.order.ranks[route.source]
+        theirs, mine = joined(
+            pieces(self.shards, source, route, layers, each.order.theirs),
+            pieces(self.shards, self.shards.ranks[self._rank], route, layers, each.order.mine),
+        )
+        if not len(mine):
+            return
+        each.busy_since = each.busy_since or time.monotonic()
+        try:
+            reading = self._agent.read(peer.agents[route.source], theirs, mine, source.device)
+        except (ReadFailedError, KeyError):
+            each.failed = True
+            return
+        each.num_bytes += reading.num_bytes
+        each.under_way.append(reading)
+
+
+def _key(order: Announce | Read) -> tuple[int, int]:
+    return order.peer, order.fetch
+
+
+def _peer(reading: _Reading) -> int:
+    return reading.order.peer

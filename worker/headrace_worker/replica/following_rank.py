@@ -61,5 +61,6 @@ class FollowingRank:
     def stop(self) -> None:
         """Waits for rank 0's `Stop`, then ends the connections. Idempotent."""
         self.loop.join(STOP_SECONDS)
-        self._transfers.stop()
+        if self._transfers is not None:
+            self._transfers.stop()
         self._team.close()

@@ -6,7 +6,6 @@ from headrace_worker.assembly.assemble import assemble
 from headrace_worker.assembly.loop import EngineLoop
 from headrace_worker.assembly.step_watch import StepWatch
 from headrace_worker.assembly.transfer_reports import forward_notes
-from headrace_worker.comm.interface import rank_host
 from headrace_worker.core.config import ReplicaConfig, ReplicaStarted
 from headrace_worker.core.progress import Progress
 from headrace_worker.core.step_runner import RunnerBrokenError
@@ -15,9 +14,9 @@ from headrace_worker.profiling.profiler import StepProfiler
 from headrace_worker.ranks.team import Team
 from headrace_worker.replica.start_facts import freeze_loaded, start_facts
 from headrace_worker.server.describe import describe
-from headrace_worker.server.pairs import PairRegistry
 from headrace_worker.server.server import ReplicaServer
 from headrace_worker.server.servicer import Servicer
+from headrace_worker.server.transfer_peer import TransferPeer
 
 STOP_SECONDS = 10.0
 LOST_STOP_SECONDS = 0.2  # a step that waits for a lost rank may not end
@@ -38,7 +37,9 @@ class ServingRank:
         profiler: StepProfiler | None = None,
     ) -> None:
         """Blocks until the replica can serve. Raises a HeadraceError with a sentence when it cannot."""
-        assembly = assemble(config, report, team=team, profiler=profiler, cache_key=cache_key, device=device)
+        assembly = assemble(
+            config, report, team=team, profiler=profiler, cache_key=cache_key, device=device, transfers=True
+        )
         freeze_loaded()
         if team is not None:
             team.barrier()
@@ -46,6 +47,7 @@ class ServingRank:
         self._team = team
         self._ranks = assembly.ranks
         self._transfers = transfers = assembly.transfers
+        assembly.engine.exchange.moves_blocks = transfers is not None
         self._server = server = ReplicaServer(config.host, config.port_range, member)
         # A single rank on a CPU waits for nothing: its step is slow at most.
         watched = team is not None or device.asynchronous
@@ -60,14 +62,9 @@ class ServingRank:
             self._description = description = describe(assembly, config, boot_id, cache_key)
             if team is not None:
                 forward_notes(team.detector, loop.commands)
-            pair_registry = PairRegistry(
-                lambda: description.identity,
-                transfers.shards,
-                loop.commands,
-                rank_host(config),
-                transfers.set_rendezvous_host,
-            )
-            servicer = Servicer(description, loop, assembly.kv.start_chain, boot_id, pair_registry, member)
+            shards = transfers.shards if transfers is not None else None
+            peer = TransferPeer(lambda: description.identity, shards, loop.commands)
+            servicer = Servicer(description, loop, assembly.kv.start_chain, boot_id, peer, member)
             address = server.start(servicer)
         except BaseException:
             server.stop()
@@ -105,7 +102,8 @@ class ServingRank:
         if self._team is not None:
             self._team.detector.fail(sentence)
         self.loop.abandon(RunnerBrokenError(sentence))
-        self._transfers.stop()  # last: a copy on a device that hangs may not end
+        if self._transfers is not None:
+            self._transfers.stop()  # last: a read from a device that hangs may not end
 
     def stop(self) -> None:
         """Ends the loop, the other ranks, then the server once the last frames are sent. Idempotent."""
@@ -116,7 +114,8 @@ class ServingRank:
         ranks, self._ranks = self._ranks, None
         if ranks is not None:
             ranks.stop()
-        self._transfers.stop()
+        if self._transfers is not None:
+            self._transfers.stop()
         if self._team is not None:
             self._team.close()
         self._server.stop()

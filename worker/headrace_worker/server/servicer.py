@@ -24,8 +24,8 @@ from headrace_worker.server.convert import InvalidSubmitError, to_load, to_reque
 from headrace_worker.server.description import Description
 from headrace_worker.server.grammars import Grammars
 from headrace_worker.server.outbox import Outbox
-from headrace_worker.server.pairs import PairRegistry
 from headrace_worker.server.transfer_client import TransferClient
+from headrace_worker.server.transfer_peer import TransferPeer
 from headrace_worker.server.transfer_service import TransferService
 
 # Of one frame, in a turn of the event loop: other streams go on meanwhile.
@@ -55,16 +55,15 @@ class Servicer(ReplicaServicer):
         loop: EngineLoop,
         start_chain: Callable[[bytes, str], PrefixChain],
         boot_id: bytes,
-        pair_registry: PairRegistry,
+        peer: TransferPeer,
         member: ClusterMember,
     ) -> None:
         self._description = description
         self._loop = loop
         self._start_chain = start_chain
         self._cache = CacheEventHub(boot_id)
-        self._sources = TransferClient(pair_registry, member)
-        facts = description.facts
-        self._targets = TransferService(pair_registry, max_model_len=facts.max_model_len, vocab_size=facts.vocab_size)
+        self._sources = TransferClient(peer, member)
+        self._targets = TransferService(peer)
         self._owners: dict[bytes, _RouterStream] = {}
         self._streams: set[_RouterStream] = set()
         self._grammars = Grammars(description)
@@ -94,15 +93,14 @@ class Servicer(ReplicaServicer):
             self._sources.send(source, message)
         for target, answer in outbound.to_targets:
             self._targets.send(target, answer)
-        for peer in outbound.disconnect:
-            self._sources.disconnect(peer)
-            self._targets.disconnect(peer)
+        for source in outbound.disconnect:
+            self._sources.disconnect(source)
 
     async def Transfer(
         self,
-        request_iterator: AsyncIterator[pb.TargetFrame],
+        request_iterator: AsyncIterator[pb.TransferFrame],
         context: "grpc.aio.ServicerContext[object, object]",
-    ) -> AsyncIterator[pb.SourceFrame]:
+    ) -> AsyncIterator[pb.TransferFrame]:
         async for frame in self._targets.serve(request_iterator, context):
             yield frame
 

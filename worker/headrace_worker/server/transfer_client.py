@@ -7,23 +7,13 @@ from typing import Any
 import grpc
 import structlog
 
-from headrace_proto import CONTRACT_VERSION
 from headrace_proto import replica_pb2 as pb
 from headrace_proto.channel_options import LARGE_MESSAGES, PATIENT
 from headrace_proto.cluster_member import ClusterMember
 from headrace_proto.duplex import run_duplex
 from headrace_proto.replica_pb2_grpc import ReplicaStub
-from headrace_worker.comm.errors import RendezvousError
-from headrace_worker.comm.rendezvous import RendezvousHost
 from headrace_worker.core.transfer.messages import FromSource, ToSource
-from headrace_worker.server.pairs import PairRegistry
-from headrace_worker.server.transfer_convert import (
-    InvalidTransferError,
-    rendezvous_message,
-    target_frame,
-    to_shards,
-    to_target_message,
-)
+from headrace_worker.server.transfer_peer import InvalidTransferError, TransferPeer, frame, from_source
 
 log = structlog.get_logger(__name__)
 
@@ -40,8 +30,8 @@ class _Stream:
 class TransferClient:
     """The streams to sources. For the server's event loop."""
 
-    def __init__(self, pair_registry: PairRegistry, member: ClusterMember) -> None:
-        self._pair_registry = pair_registry
+    def __init__(self, peer: TransferPeer, member: ClusterMember) -> None:
+        self._peer = peer
         self._member = member
         self._streams: dict[str, _Stream] = {}  # by address
 
@@ -67,16 +57,14 @@ class TransferClient:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run(self, source: str, queue: "asyncio.Queue[ToSource]") -> None:
-        opened: RendezvousHost | None = None
         try:
-            opened = await asyncio.to_thread(self._pair_registry.open_rendezvous)
             async with self._member.channel(source, _OPTIONS) as channel:
                 stub: Any = ReplicaStub(channel)
-                await self._run_stream(source, stub.Transfer(metadata=self._member.metadata), queue, opened)
+                await self._run_stream(source, stub.Transfer(metadata=self._member.metadata), queue)
             reason = "it ended the stream"
         except grpc.aio.AioRpcError as error:
             reason = f"{error.code().name}: {error.details() or ''}"[:200]
-        except (InvalidTransferError, RendezvousError, TimeoutError, ConnectionError) as error:
+        except (InvalidTransferError, TimeoutError, ConnectionError) as error:
             reason = str(error) or type(error).__name__
         except Exception:
             # A bug must not leave fetches that never end.
@@ -87,41 +75,28 @@ class TransferClient:
             if stream is not None and stream.queue is queue:
                 del self._streams[source]  # with the messages that were not sent
         log.warning("kv_source_lost", source=source, reason=reason)
-        self._pair_registry.commands.exchange(lambda exchange: exchange.source_lost(source))
+        self._peer.commands.exchange(lambda exchange: exchange.source_lost(source))
 
-    async def _run_stream(
-        self, source: str, call: Any, queue: "asyncio.Queue[ToSource]", opened: RendezvousHost
-    ) -> None:
-        pair_registry = self._pair_registry
-        hello = pb.TargetHello(
-            contract_version=CONTRACT_VERSION,
-            identity=pair_registry.identity,
-            shards=pair_registry.shards_message,
-            rendezvous=rendezvous_message(opened.rendezvous),
-        )
+    async def _run_stream(self, source: str, call: Any, queue: "asyncio.Queue[ToSource]") -> None:
         async with asyncio.timeout(HELLO_SECONDS):
-            await call.write(pb.TargetFrame(hello=hello))
-            first: pb.SourceFrame | Any = await call.read()
-        if first is grpc.aio.EOF or not first.HasField("hello"):
-            raise InvalidTransferError("its first frame is not a hello")
-        shards = to_shards(first.hello.shards)
-        mismatch = pair_registry.find_mismatch(first.hello.identity, shards)
-        if mismatch:
-            raise InvalidTransferError(mismatch)
-        order = pair_registry.as_target(opened, shards)
-        pair_registry.commands.exchange(lambda exchange: exchange.open_source(source, order))
+            await call.write(self._peer.hello())
+            first: pb.TransferFrame | Any = await call.read()
+        if first is grpc.aio.EOF:
+            raise InvalidTransferError("it ended the stream before its hello")
+        order = self._peer.connect(first, reads=True)
+        self._peer.commands.exchange(lambda exchange: exchange.connect_source(source, order))
         try:
             await run_duplex(self._read(source, call), self._write(queue, call))
         finally:
             call.cancel()
 
     async def _read(self, source: str, call: Any) -> None:
-        while (frame := await call.read()) is not grpc.aio.EOF:
-            self._receive(source, to_target_message(frame))
+        while (received := await call.read()) is not grpc.aio.EOF:
+            self._receive(source, from_source(received))
 
     def _receive(self, source: str, message: FromSource) -> None:
-        self._pair_registry.commands.exchange(lambda exchange: exchange.receive_from_source(source, message))
+        self._peer.commands.exchange(lambda exchange: exchange.receive_from_source(source, message))
 
     async def _write(self, queue: "asyncio.Queue[ToSource]", call: Any) -> None:
         while True:
-            await call.write(target_frame(await queue.get()))
+            await call.write(frame(await queue.get()))

@@ -1,6 +1,6 @@
 """Both sides of KV transfers in one replica's engine: the blocks it fetches, and those it grants to others. Pure."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from msgspec import Struct
 
@@ -11,7 +11,7 @@ from headrace_worker.core.transfer.fetching import Fetcher
 from headrace_worker.core.transfer.grant import GrantLimits
 from headrace_worker.core.transfer.granting import Granter
 from headrace_worker.core.transfer.messages import FromSource, ToSource
-from headrace_worker.core.transfer.orders import OpenPair, Order, PairFailed, Sent, TransferReport
+from headrace_worker.core.transfer.orders import Connect, Order, TransferReport
 
 
 class Outbound(Struct):
@@ -19,7 +19,7 @@ class Outbound(Struct):
 
     to_sources: list[tuple[str, ToSource]] = []
     to_targets: list[tuple[str, FromSource]] = []
-    disconnect: list[str] = []  # sources and targets to disconnect
+    disconnect: list[str] = []  # sources to disconnect
 
     def __bool__(self) -> bool:
         return bool(self.to_sources or self.to_targets or self.disconnect)
@@ -38,6 +38,7 @@ class TransferExchange:
     ) -> None:
         self.fetcher = Fetcher(scheduler.kv, ranks, fetch_limits)
         self.granter = Granter(scheduler, grant_limits)
+        self.moves_blocks = True  # whether this replica's ranks can read others' memory
         self._scheduler = scheduler
         self._clock = clock
 
@@ -67,7 +68,7 @@ class TransferExchange:
 
     def begin(self, request: Request, seconds_per_token: float) -> bool:
         """Starts a fetch if the request has a source. False: the caller must queue the request."""
-        if not request.source or self._scheduler.kv.states is not None:  # its state would be missing
+        if not (request.source and self.moves_blocks) or self._scheduler.kv.states is not None:  # no state is moved
             return False
         queued = self._scheduler.missing_tokens
         return self.fetcher.begin(request, request.source, self._clock(), seconds_per_token, queued)
@@ -75,14 +76,9 @@ class TransferExchange:
     def take_orders(self, step: int) -> list[Order]:
         """The orders of a plan, after step `step` was planned (0: nothing to compute)."""
         self.granter.planned(step)
-        # A dropped grant's blocks are free, and a fetch may have reserved them since: the Drop comes first.
         orders = self.granter.orders + self.fetcher.orders
         self.fetcher.orders, self.granter.orders = [], []
         return orders
-
-    def launched(self, orders: Sequence[Order]) -> None:
-        """The orders' plan was launched."""
-        self.fetcher.launched(orders)
 
     def processed(self, step: int) -> None:
         """A step's results were processed."""
@@ -90,10 +86,10 @@ class TransferExchange:
 
     def cancel(self, request: Request) -> None:
         """The request has ended: so does its fetch, if it has one."""
-        self.fetcher.cancel(request)
+        self.fetcher.cancel(request, self._clock())
 
-    def open_source(self, source: str, order: OpenPair) -> None:
-        self.fetcher.open_pair(source, order)
+    def connect_source(self, source: str, order: Connect) -> None:
+        self.fetcher.connect(source, order)
 
     def receive_from_source(self, source: str, message: FromSource) -> None:
         self.fetcher.receive(source, message, self._clock())
@@ -107,28 +103,23 @@ class TransferExchange:
     def target_lost(self, target: str) -> None:
         self.granter.peer_lost(target)
 
-    def open_target(self, target: str, order: OpenPair) -> None:
-        self.granter.open_pair(target, order, self._clock())
+    def connect_target(self, target: str, order: Connect) -> None:
+        self.granter.connect(target, order, self._clock())
 
     def source_speeds(self) -> list[tuple[str, float]]:
-        """Sources whose speed is known, and the seconds that they take to send a token's part of the cache."""
+        """Sources whose speed is known, and the seconds that reading a token's part of the cache takes from them."""
         size = self._scheduler.kv.block_size
         return [(peer, seconds / size) for peer, seconds in self.fetcher.peers.speeds(self._clock())]
 
     def handle_report(self, report: TransferReport) -> None:
         """Handles a report of any rank's transfer worker."""
-        if isinstance(report, Sent):
-            self.granter.sent(report)
-            return
         self.fetcher.handle_report(report, self._clock())
-        if isinstance(report, PairFailed):
-            self.granter.pair_failed(report.pair)
 
     def take_outbound(self) -> Outbound:
         """Messages since the last call."""
         fetcher, granter = self.fetcher, self.granter
-        found = Outbound(fetcher.messages, granter.messages, fetcher.close_peers + granter.close_peers)
-        fetcher.messages, granter.messages, fetcher.close_peers, granter.close_peers = [], [], [], []
+        found = Outbound(fetcher.messages, granter.messages, fetcher.close_peers)
+        fetcher.messages, granter.messages, fetcher.close_peers = [], [], []
         return found
 
     def held(self) -> list[int]:

@@ -13,7 +13,7 @@ class FetchLimits:
     """Times in seconds, on this replica's clock."""
 
     min_blocks: int = 2  # fewer are computed locally
-    silence: float = 2.0  # without a message about a fetch until it is cancelled
+    silence: float = 2.0  # since the newest message that the source is known to have: less than its lease
     min_seconds: float = 2.0  # lower bound of a fetch's time limit
     slowest: float = 4.0  # a transfer's time as it counts for the limit, as a multiple of the local time
     max_seconds: float = 600.0  # upper bound of a fetch's time limit
@@ -22,14 +22,11 @@ class FetchLimits:
     renew: float = 0.5  # between two renewals to a source
     avoid: float = 1.0  # during which a lost source is not used
     avoid_silent: float = 10.0  # the same of one that left a fetch without a message: it may be stalled for long
-    sources: int = 64  # that are connected, or avoided, at a time; of further ones nothing is fetched
-    idle: float = 2.0  # without a fetch until a source may lose its place to another one; to connect takes tenths
-    replace: float = 0.25  # between two sources that lose their places: bounds the connections of more than `sources`
     speed_seconds: float = 60.0  # that a source's measured speed counts: one that was slow is tried again
     watermark: float = 0.05  # share of the pool that reservations leave to running requests
 
     def timeout(self, predicted_seconds: float, until_deadline: float | None) -> float:
-        """Seconds that a fetch may take, by those to compute or to send the blocks, and those left to the request."""
+        """Seconds that a fetch may take, by those to compute or to read the blocks, and those left to the request."""
         timeout = min(max(self.min_seconds, self.slowdown * predicted_seconds), self.max_seconds)
         return timeout if until_deadline is None else min(timeout, self.deadline_share * until_deadline)
 
@@ -51,7 +48,7 @@ class Chunk:
 
     first: int
     stop: int
-    missing: set[int]  # ranks that have not received it
+    missing: set[int]  # ranks that have not read it
     cached: int = 0  # leading blocks that the source had in its prefix cache
     committed: bool = False
 
@@ -73,7 +70,6 @@ class Fetch:
     wanted: list[Span]  # per cache group
     deadline: float
     started: float
-    last_received: float
     reserved: list[list[int]] | None = None  # per cache group: one block for each wanted index
     chunks: list[Chunk] = field(default_factory=list)
 
@@ -91,23 +87,23 @@ class Fetch:
             stop = chunk.stop
         return stop
 
-    @property
-    def cached(self) -> int:
+    def cached_in(self, usable: int) -> int:
         """Blocks among the usable ones that the source had in its prefix cache."""
-        usable = self.usable
         return sum(chunk.cached for chunk in self.chunks if chunk.stop <= usable)
 
     def add_chunk(self, offer: Offer, ranks: int) -> tuple[tuple[int, ...], ...] | None:
-        """Adds the next chunk, for `ranks` ranks; returns its blocks by cache group, None if it is invalid."""
+        """Adds the next chunk, for `ranks` ranks; returns the blocks reserved for it by cache group, None if it is not
+        the next one.
+        """
         if self.reserved is None or (offer.chunk, offer.first) != (len(self.chunks), self.offered):
             return None
-        if not offer.first < offer.stop <= self.blocks or offer.cached > offer.stop - offer.first:
+        if not offer.first < offer.stop <= self.blocks or len(offer.blocks) != len(self.reserved):
             return None
-        blocks = []
+        mine = []
         for row, (start, stop) in zip(self.reserved, self.wanted, strict=True):
             first, last = max(start, offer.first), min(stop, offer.stop)
-            blocks.append(tuple(row[first - start : last - start]) if last > first else ())
-        if tuple(len(row) for row in blocks) != offer.counts:
+            mine.append(tuple(row[first - start : last - start]) if last > first else ())
+        if [len(row) for row in mine] != [len(row) for row in offer.blocks]:
             return None
         self.chunks.append(Chunk(offer.first, offer.stop, set(range(ranks)), offer.cached))
-        return tuple(blocks)
+        return tuple(mine)

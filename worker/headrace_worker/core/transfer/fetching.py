@@ -1,15 +1,17 @@
-"""The target's side: blocks of a prompt fetched from another replica before the request is queued. Pure.
+"""The target's side: blocks of a prompt read from another replica before the request is queued. Pure.
 
-    begin ─▶ requested ── Granted, blocks reserved ─▶ moving ── all chunks committed, received by all ranks ─▶ published
-                 │ Refused, too few blocks              │ Failed, peer lost, silence, deadline
+    begin ─▶ requested ── Granted, blocks reserved ─▶ moving ── all chunks committed, read by all ranks ─▶ published
+                 │ Refused, too few blocks              │ Failed, source lost, silence, deadline
                  └─────────▶ the request is queued ◀────┘   and computes here what is not cached
 
 A fetch only fills the prefix cache: whatever its result, the request is queued afterwards and starts from what is
-cached. Blocks that a rank may still write are quarantined until the order that forbids it is in a launched plan.
+cached. What was read is valid if the source held it then: a source holds the blocks of a fetch until it is told that
+the fetch is over, or for its lease after the newest message that it has. So they are usable only within `silence`,
+which is less, of a message that it is known to have. Blocks that a rank may still write are quarantined until every
+rank has reported that the fetch is over.
 """
 
 from collections import Counter
-from collections.abc import Sequence
 
 from headrace_worker.core.kv.manager import KVManager
 from headrace_worker.core.request import Fetched, Request
@@ -25,9 +27,18 @@ from headrace_worker.core.transfer.messages import (
     Offer,
     Refused,
     Renew,
+    Renewed,
     ToSource,
 )
-from headrace_worker.core.transfer.orders import ClosePair, Drop, OpenPair, Order, PairFailed, Receive, Received
+from headrace_worker.core.transfer.orders import (
+    Connect,
+    Disconnect,
+    End,
+    FetchOver,
+    Order,
+    Read,
+    TransferReport,
+)
 from headrace_worker.core.transfer.shards import wanted_blocks
 from headrace_worker.core.transfer.source_peers import SourcePeers
 
@@ -47,7 +58,7 @@ class Fetcher:
         self._fetches: dict[int, Fetch] = {}
         self.peers = SourcePeers(self.limits)
         self._ready: list[Request] = []
-        self._quarantined: dict[int, list[int]] = {}  # by fetch
+        self._quarantined: dict[int, tuple[list[int], set[int]]] = {}  # by fetch: blocks, ranks that may write them
         self._number = 0
 
     def __len__(self) -> int:
@@ -74,19 +85,15 @@ class Fetcher:
         transfer_seconds = (blocks - have) * self.peers.block_seconds(peer, now)
         if request.cached_only and transfer_seconds >= local_seconds > 0:
             return False
-        # A source says how fast it is: what it says may not keep the request for much longer than computing here.
+        # What was measured of a source may not keep the request for much longer than computing here.
         slower = max(local_seconds, min(transfer_seconds, limits.slowest * local_seconds))
         timeout = limits.timeout(slower, None if request.deadline is None else request.deadline - now)
         if timeout <= 0:
             return False  # the request expires in the queue
         if peer in self.close_peers:
             return False  # its stream will be closed, after the messages of this time were sent
-        if not self.peers.use(peer, self._used_peers, now):
-            if (replaced := self.peers.replace(peer, self._used_peers, now)) is None:
-                return False
-            self.close_peers.append(replaced[0])
-            self.orders.append(ClosePair(replaced[1]))
-            self.peers.use(peer, self._used_peers, now)
+        if not self.peers.use(peer, now):
+            return False
         self._number += 1
         wanted = wanted_blocks(kv.windows, kv.block_size, have, blocks)
         self._fetches[self._number] = Fetch(
@@ -99,7 +106,6 @@ class Fetcher:
             wanted,
             now + timeout,
             started=now,
-            last_received=now,
         )
         self.waiting_of[request.tenant_salt] += 1
         self.counters.started += 1
@@ -116,54 +122,55 @@ class Fetcher:
         self.messages.append((peer, message))
         return True
 
-    def cancel(self, request: Request) -> None:
+    def cancel(self, request: Request, now: float) -> None:
         """The request has ended: ends its fetch, or removes it from the requests to queue."""
         if request in self._ready:
             self._ready.remove(request)
             return
         for fetch in self._fetches.values():
             if fetch.request is request:
-                self._end(fetch, notify=True)
+                self._end(fetch, now, notify=True)
                 return
 
-    def open_pair(self, peer: str, order: OpenPair) -> None:
-        """The source is connected: the ranks of both replicas are to connect."""
-        self.peers.open(peer, order.pair)
+    def connect(self, peer: str, order: Connect) -> None:
+        """The source is connected."""
+        self.peers.connected(peer, order.peer)
         self.orders.append(order)
 
     def peer_lost(self, peer: str, now: float) -> None:
         """The source cannot be reached (any more)."""
         for fetch in [fetch for fetch in self._fetches.values() if fetch.peer == peer]:
-            self._fail(fetch, notify=False)
-        if (pair := self.peers.lose(peer, now)) is not None:
-            self.orders.append(ClosePair(pair))
+            self._fail(fetch, now, notify=False)
+        if (number := self.peers.lose(peer, now)) is not None:
+            self.orders.append(Disconnect(number))
 
     def receive(self, peer: str, message: FromSource, now: float) -> None:
-        """Handles a message of a source, about one fetch of this target."""
+        """Handles a message of a source."""
+        if isinstance(message, Renewed):
+            self.peers.answered(peer, message.number)
+            return
         fetch = self._fetches.get(message.fetch)
-        if fetch is not None and fetch.peer != peer:
-            self._reject_peer(peer, now)
+        if fetch is None or fetch.peer != peer:
+            # It has ended meanwhile, and the source may not know: the message may have been sent on the stream that
+            # followed the one whose loss ended the fetch here. A closed stream is not opened for it.
+            if self.peers.number(peer) is not None and not isinstance(message, Refused | Failed):
+                self.messages.append((peer, Cancel(message.fetch)))
             return
-        if fetch is None and self.peers.pair(peer) is not None and not isinstance(message, Refused | Failed):
-            # The fetch has ended meanwhile, and the source may not know: its message may have been sent on the
-            # stream that followed the one whose loss ended the fetch here. A closed stream is not opened for it.
-            self.messages.append((peer, Cancel(message.fetch)))
-        if isinstance(message, Offer):
-            self._handle_offer(peer, fetch, message, now)
-            return
-        if fetch is None:
-            return
-        fetch.last_received = now
         match message:
-            case Granted(blocks=blocks, block_seconds=block_seconds):
-                self.peers.set_speed(peer, block_seconds, now)
-                changed = fetch.reserved is not None and blocks != fetch.blocks
-                if changed or not fetch.local_blocks < blocks <= fetch.blocks:
+            case Granted(blocks=blocks):
+                if not fetch.local_blocks < blocks <= fetch.blocks:
                     self._reject_peer(peer, now)
                     return
-                self._reserve(fetch, blocks)
+                self._reserve(fetch, blocks, now)
+            case Offer():
+                mine, number = fetch.add_chunk(message, self._ranks), self.peers.number(peer)
+                if mine is None or number is None:
+                    self._reject_peer(peer, now)
+                    return
+                read = Read(number, fetch.number, message.chunk, message.blocks, mine, message.computed)
+                self.orders.append(read)
             case Refused() | Failed():
-                self._fail(fetch, notify=False)
+                self._fail(fetch, now, notify=isinstance(message, Failed))
             case Commit(chunk=chunk):
                 if chunk >= len(fetch.chunks):
                     self._reject_peer(peer, now)
@@ -171,41 +178,40 @@ class Fetcher:
                 fetch.chunks[chunk].committed = True
                 self._finish_if_complete(fetch, now)
 
-    def handle_report(self, report: Received | PairFailed, now: float) -> None:
+    def handle_report(self, report: TransferReport, now: float) -> None:
         """Handles a report of a transfer worker of this replica."""
-        if isinstance(report, PairFailed):
-            if (peer := self.peers.of_pair(report.pair)) is not None:
-                self._reject_peer(peer, now)
+        if isinstance(report, FetchOver):
+            blocks, ranks = self._quarantined[report.fetch]
+            ranks.discard(report.rank)
+            if not ranks:
+                del self._quarantined[report.fetch]
+                self._kv.pool.end_quarantine(blocks)
             return
         self.counters.num_bytes += report.num_bytes
         fetch = self._fetches.get(report.fetch)
-        if fetch is None or report.chunk >= len(fetch.chunks):
+        if fetch is None:
             return
         if not report.good:
-            self._fail(fetch, notify=True)
+            self.peers.avoid(fetch.peer, now, self.limits.avoid)
+            self._fail(fetch, now, notify=True)
             return
-        fetch.last_received = now
-        fetch.chunks[report.chunk].missing.discard(report.rank)
+        chunk = fetch.chunks[report.chunk]
+        chunk.missing.discard(report.rank)
+        self.peers.read(fetch.peer, report.rank, chunk.stop - chunk.first, report.seconds, now)
         self._finish_if_complete(fetch, now)
 
     def tick(self, now: float) -> list[Request]:
         """Handles timeouts and renewals; returns the requests to queue now."""
-        limits = self.limits
         for fetch in list(self._fetches.values()):
-            silent = now - fetch.last_received > limits.silence
+            silent = self._is_silent(fetch, now)
             if silent:  # or each of its requests would wait as long
-                self.peers.avoid_silent(fetch.peer, now)
+                self.peers.avoid(fetch.peer, now, self.limits.avoid_silent)
             if silent or now >= fetch.deadline:
-                self._fail(fetch, notify=True)
-        self.messages += [(peer, Renew()) for peer in self.peers.renewals(self._used_peers, now)]
+                self._fail(fetch, now, notify=True)
+        used = {fetch.peer for fetch in self._fetches.values()}
+        self.messages += [(peer, Renew(number)) for peer, number in self.peers.renewals(used, now)]
         ready, self._ready = self._ready, []
         return ready
-
-    def launched(self, orders: Sequence[Order]) -> None:
-        """The orders were sent to all ranks, ahead of all later plans."""
-        for order in orders:
-            if isinstance(order, Drop) and order.fetch in self._quarantined:
-                self._kv.pool.end_quarantine(self._quarantined.pop(order.fetch))
 
     def held(self) -> list[int]:
         """All blocks held by fetches."""
@@ -217,11 +223,11 @@ class Fetcher:
 
     # -- internal ---------------------------------------------------------------------------------------------
 
-    @property
-    def _used_peers(self) -> set[str]:
-        return {fetch.peer for fetch in self._fetches.values()}
+    def _is_silent(self, fetch: Fetch, now: float) -> bool:
+        """Whether the source may have ended its lease: if it has the request, it has what was sent before."""
+        return now - max(fetch.started, self.peers.confirmed(fetch.peer)) > self.limits.silence
 
-    def _reserve(self, fetch: Fetch, blocks: int) -> None:
+    def _reserve(self, fetch: Fetch, blocks: int, now: float) -> None:
         if fetch.reserved is not None:
             return
         if blocks < fetch.blocks:
@@ -230,43 +236,29 @@ class Fetcher:
         counts = [stop - start for start, stop in fetch.wanted]
         spare = int(self._kv.pool.total * self.limits.watermark)
         if sum(counts) + spare > self._kv.pool.available:
-            self._fail(fetch, notify=True)
+            self._fail(fetch, now, notify=True)
             return
         fetch.reserved = [self._kv.pool.allocate(count) for count in counts]
 
-    def _handle_offer(self, peer: str, fetch: Fetch | None, offer: Offer, now: float) -> None:
-        """Each offered chunk is received, even one whose fetch has ended: both ends count chunks."""
-        pair = self.peers.pair(peer)
-        if pair is None:
-            return
-        if len(offer.counts) != len(self._kv.windows) or sum(offer.counts) > self._kv.pool.total:
-            self._reject_peer(peer, now)
-            return
-        blocks: tuple[tuple[int, ...], ...] = ()
-        if fetch is not None:
-            fetch.last_received = now
-            added = fetch.add_chunk(offer, self._ranks)
-            if added is None:
-                self._reject_peer(peer, now)
-                return
-            blocks = added
-        self.orders.append(Receive(pair, offer.fetch, offer.chunk, offer.counts, blocks))
-
     def _finish_if_complete(self, fetch: Fetch, now: float) -> None:
-        if fetch.usable == fetch.blocks:
-            self.counters.done += 1
-            self.counters.seconds += now - fetch.started
-            self.messages.append((fetch.peer, Done(fetch.number)))
-            self._end(fetch, notify=False)
-            self._ready.append(fetch.request)
-
-    def _fail(self, fetch: Fetch, *, notify: bool) -> None:
-        self.counters.failed += 1
-        self._end(fetch, notify=notify)
+        if fetch.usable < fetch.blocks:
+            return
+        if self._is_silent(fetch, now):
+            self._fail(fetch, now, notify=True)
+            return
+        self.counters.done += 1
+        self.counters.seconds += now - fetch.started
+        self.messages.append((fetch.peer, Done(fetch.number)))
+        self._end(fetch, now, notify=False)
         self._ready.append(fetch.request)
 
-    def _end(self, fetch: Fetch, *, notify: bool) -> None:
-        """Publishes the usable blocks; releases the others once no rank can write them any more."""
+    def _fail(self, fetch: Fetch, now: float, *, notify: bool) -> None:
+        self.counters.failed += 1
+        self._end(fetch, now, notify=notify)
+        self._ready.append(fetch.request)
+
+    def _end(self, fetch: Fetch, now: float, *, notify: bool) -> None:
+        """Publishes the usable blocks; the others are free once no rank can write them any more."""
         del self._fetches[fetch.number]
         tenant = fetch.request.tenant_salt
         self.waiting_of[tenant] -= 1
@@ -274,9 +266,10 @@ class Fetcher:
             del self.waiting_of[tenant]
         if notify:
             self.messages.append((fetch.peer, Cancel(fetch.number)))
+        usable = fetch.local_blocks if self._is_silent(fetch, now) else fetch.usable
         unsafe: list[int] = []
-        usable, size = fetch.usable, self._kv.block_size
-        fetch.request.fetched = Fetched(fetch.local_blocks * size, usable * size, fetch.cached * size)
+        size = self._kv.block_size
+        fetch.request.fetched = Fetched(fetch.local_blocks * size, usable * size, fetch.cached_in(usable) * size)
         for group, row in enumerate(fetch.reserved or []):
             start = fetch.wanted[group][0]
             kept = max(0, min(len(row), usable - start))
@@ -284,15 +277,15 @@ class Fetcher:
             self._kv.pool.release(row[:kept])
             unsafe += row[kept:]
         self._kv.release(fetch.held)
-        pair = self.peers.pair(fetch.peer)
-        if unsafe and fetch.chunks and pair is not None:
+        number = self.peers.number(fetch.peer)
+        if unsafe and fetch.chunks and number is not None:
             self._kv.pool.quarantine(unsafe)
-            self._quarantined[fetch.number] = unsafe
-            self.orders.append(Drop(pair, fetch.number))
+            self._quarantined[fetch.number] = unsafe, set(range(self._ranks))
+            self.orders.append(End(number, fetch.number))
         else:  # no rank has an order to write them
             self._kv.pool.release(unsafe)
 
     def _reject_peer(self, peer: str, now: float) -> None:
-        """The source violated the protocol, cannot be reached or is not used: disconnect it and end its fetches."""
+        """The source violated the protocol: disconnect it and end its fetches."""
         self.close_peers.append(peer)
         self.peer_lost(peer, now)

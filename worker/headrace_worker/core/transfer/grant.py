@@ -1,4 +1,4 @@
-"""One grant: a prompt's blocks that this replica sends to another one, and how many of them were sent."""
+"""One grant: a prompt's blocks that another replica may read, and how many of them were offered."""
 
 from dataclasses import dataclass, field
 
@@ -12,14 +12,13 @@ class GrantLimits:
     """Times in seconds, on this replica's clock."""
 
     max_grants: int = 64  # at a time; of a tenant with less than its part up to twice as many
-    lease: float = 5.0  # without a message of the target until its grants end
-    renew: float = 0.5  # between two renewals to a target
+    lease: float = 5.0  # since the newest message of the target, until its grants end
     watermark: float = 0.05  # share of the pool that grants leave to running requests
 
 
 @dataclass(slots=True)
 class Grant:
-    """From the answer to a request until the target has all blocks, or the grant is dropped."""
+    """From the answer to a request until the target's word that it is over, or the end of the lease."""
 
     peer: str
     fetch: int
@@ -27,12 +26,9 @@ class Grant:
     blocks: int
     wanted: list[Span]  # per cache group
     request: Request | None  # until all is computed
-    table: BlockTable | None = None  # from then on; before, the request's table that chunks were sent from
-    sent: int = 0  # leading blocks that the target has, or that were sent
+    offered: int  # leading blocks that the target has, or that were offered
+    table: BlockTable | None = None  # of the request, from which chunks were offered
     chunks: int = 0
+    held: list[int] = field(default_factory=list)  # the blocks that were offered, referenced for the target
     uncommitted: list[tuple[int, int]] = field(default_factory=list)  # (step, chunk)
-
-    @property
-    def complete(self) -> bool:
-        """Whether all blocks were sent and are known to be computed."""
-        return self.sent == self.blocks and not self.uncommitted
+    failed: bool = False

@@ -1,20 +1,22 @@
-"""The source's side: prompts computed for other replicas, and blocks pushed to them. Pure.
+"""The source's side: prompts computed for other replicas, whose ranks read the blocks. Pure.
 
     FetchRequest ─▶ granted: a request without sampling is queued
-                      │ steps ─▶ chunks: Send in the step's plan, Offer at once,
+                      │ steps ─▶ chunks: Announce in the step's plan, Offer at once,
                       │                  Commit when the step is known to have computed it
-                      └─▶ held until Done; dropped on Cancel, preemption, the target's loss or silence
+                      └─▶ held until Done or Cancel, or the end of the lease
 
 The answer to a request never waits for memory that other requests hold: there are enough blocks now, or it is refused.
-Blocks are held until every rank of the target has them. A grant that ends earlier puts a `Drop` into the next plan,
-ahead of anything that could use its blocks again.
+A grant references each block from its offer on, whatever happens to the request that computes it: what a target reads
+is not used again before the target says that it reads no more, or has been silent for the lease, even if its stream
+is lost. The target does not use what it reads later.
 """
 
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from headrace_worker.core.fair_shares import has_place
-from headrace_worker.core.kv.manager import KVManager
+from headrace_worker.core.kv.manager import KVManager, PrefixHit
 from headrace_worker.core.plan import RowSampling
 from headrace_worker.core.request import Finish, Request
 from headrace_worker.core.scheduler import Scheduler
@@ -29,19 +31,19 @@ from headrace_worker.core.transfer.messages import (
     Granted,
     Offer,
     Refused,
+    Renew,
+    Renewed,
     ToSource,
 )
-from headrace_worker.core.transfer.orders import ClosePair, Drop, OpenPair, Order, Send, Sent
-from headrace_worker.core.transfer.send_speed import SendSpeed
+from headrace_worker.core.transfer.orders import Announce, Connect, Disconnect, End, Order
 from headrace_worker.core.transfer.shards import wanted_blocks
 
 
 @dataclass(slots=True)
 class _Peer:
-    pair: int
+    number: int  # in orders
     last_received: float
-    renewed: float
-    speed: SendSpeed = field(default_factory=SendSpeed)
+    lost: bool = False  # it is forgotten when its last grant ends
 
 
 class Granter:
@@ -54,7 +56,6 @@ class Granter:
         self._seconds_per_token = 0.0  # as predicted now; 0 = not known yet
         self.orders: list[Order] = []
         self.messages: list[tuple[str, FromSource]] = []
-        self.close_peers: list[str] = []  # to disconnect
         self._scheduler = scheduler
         self._kv: KVManager = scheduler.kv
         self._grants: dict[tuple[str, int], Grant] = {}
@@ -64,30 +65,19 @@ class Granter:
     def __len__(self) -> int:
         return len(self._grants)
 
-    def open_pair(self, peer: str, order: OpenPair, now: float) -> None:
-        """A target has connected: the ranks of both replicas are to connect."""
-        self._peers[peer] = _Peer(order.pair, now, now)
+    def connect(self, peer: str, order: Connect, now: float) -> None:
+        """A target has connected."""
+        self._peers[peer] = _Peer(order.peer, now)
         self.orders.append(order)
 
     def peer_lost(self, peer: str) -> None:
-        """A target is lost: drops its grants."""
-        known = self._peers.pop(peer, None)
-        for grant in [grant for grant in self._grants.values() if grant.peer == peer]:
-            self._drop(grant, known)
-        if known is not None:
-            self.orders.append(ClosePair(known.pair))
-
-    def pair_failed(self, pair: int) -> None:
-        """A transfer worker of this replica lost its connections to a target."""
-        for peer in [peer for peer, known in self._peers.items() if known.pair == pair]:
-            self.close_peers.append(peer)
-            self.peer_lost(peer)
-
-    def sent(self, report: Sent) -> None:
-        """A rank of this replica has sent a chunk."""
-        for known in self._peers.values():
-            if known.pair == report.pair:
-                known.speed.add(report.rank, report.blocks, report.seconds)
+        """A target's stream is lost: it may still read, until the lease ends."""
+        known = self._peers[peer]
+        known.lost = True
+        for grant in self._grants.values():
+            if grant.peer == peer:
+                self._stop(grant)
+        self._forget_lost(peer)
 
     def receive(self, peer: str, message: ToSource, now: float) -> None:
         """Handles a message of a target."""
@@ -98,79 +88,59 @@ class Granter:
         match message:
             case FetchRequest():
                 self._handle_request(peer, message, now)
-            case Cancel(fetch):
+            case Renew(number):
+                self.messages.append((peer, Renewed(number)))
+            case Cancel(fetch) | Done(fetch):
                 grant = self._grants.get((peer, fetch))
                 if grant is not None:
-                    self._drop(grant, known)
-            case Done(fetch):
-                grant = self._grants.get((peer, fetch))
-                if grant is not None and grant.complete:
-                    del self._grants[peer, fetch]
-                    self._release(grant)
-                elif grant is not None:
-                    self._drop(grant, known)  # chunks may be under way from its blocks
+                    self._end(grant)
 
     def tick(self, now: float, seconds_per_token: float) -> None:
-        """Handles expired leases and renewals. `seconds_per_token`: predicted time to compute a token here."""
+        """Handles expired leases. `seconds_per_token`: predicted time to compute a token here."""
         self._seconds_per_token = seconds_per_token
-        for peer, known in list(self._peers.items()):
-            mine = [grant for grant in self._grants.values() if grant.peer == peer]
-            if not mine:
-                continue
-            if now - known.last_received > self.limits.lease:
-                for grant in mine:
-                    self._drop(grant, known)
-            elif now - known.renewed >= self.limits.renew:
-                known.renewed = now
-                self.messages += [
-                    (peer, Granted(grant.fetch, grant.blocks, known.speed.block_seconds)) for grant in mine
-                ]
+        for grant in list(self._grants.values()):
+            if now - self._peers[grant.peer].last_received > self.limits.lease:
+                self._end(grant)
 
     def planned(self, step: int) -> None:
-        """A step is planned, and not launched: blocks that are complete after it are sent with it.
+        """A step is planned, and not launched: blocks that are complete after it are offered.
 
         Step 0 is a plan without work.
         """
         for grant in list(self._grants.values()):
-            known = self._peers[grant.peer]
             request = grant.request
             if request is None:
                 continue
-            released = grant.chunks > 0 and request.table is not grant.table
-            if released or request.finish is not None:
-                self._fail(grant, known, "the source had to release the blocks")  # preempted, or its step failed
-                continue
-            if request.table is not None:
+            if request.finish is not None or (grant.chunks and request.table is not grant.table):
+                self._fail(grant, "the source had to stop computing")  # preempted, or its step failed
+            elif request.table is not None:
                 grant.table = request.table
-                self._push(grant, known, min(request.computed // self._kv.block_size, grant.blocks), step)
+                ready = min(request.computed // self._kv.block_size, grant.blocks)
+                self._offer(grant, request.table.tables, ready, step)
 
     def processed(self, step: int) -> None:
         """A step's work is done: commits its chunks."""
-        for grant in list(self._grants.values()):
+        for grant in self._grants.values():
+            if grant.failed or (grant.request is not None and grant.request.table is not grant.table):
+                continue
             while grant.uncommitted and grant.uncommitted[0][0] <= step:
                 _, chunk = grant.uncommitted.pop(0)
                 self.messages.append((grant.peer, Commit(grant.fetch, chunk)))
-            request = grant.request
-            if request is not None and grant.complete and request.table is grant.table:
-                grant.table, grant.request = self._scheduler.detach(request), None
+            if grant.request is not None and grant.offered == grant.blocks and not grant.uncommitted:
+                self._stop(grant)
 
     def held(self) -> list[int]:
-        """Blocks held by grants whose request has ended."""
-        return [
-            block
-            for grant in self._grants.values()
-            if grant.request is None and grant.table is not None
-            for block in grant.table.held()
-        ]
+        """Blocks referenced by grants."""
+        return [block for grant in self._grants.values() for block in grant.held]
 
     # -- internal ---------------------------------------------------------------------------------------------
 
     def _handle_request(self, peer: str, message: FetchRequest, now: float) -> None:
+        kv = self._kv
         reason = self._refusal(peer, message)
         if reason:
             self.messages.append((peer, Refused(message.fetch, reason)))
             return
-        kv = self._kv
         blocks = len(message.token_ids) // kv.block_size
         chain = kv.start_chain(message.tenant_salt, message.adapter)
         kv.extend_chain(chain, message.token_ids, blocks)
@@ -178,19 +148,12 @@ class Granter:
         if message.cached_only and hit.tokens // kv.block_size > message.held:
             blocks = hit.tokens // kv.block_size
         wanted = wanted_blocks(kv.windows, kv.block_size, message.held, blocks)
-        grant = Grant(peer, message.fetch, message.tenant_salt, blocks, wanted, None, sent=message.held)
-        if hit.tokens == blocks * kv.block_size:
-            grant.table = kv.new_table(hit)
-            if not message.cached_only:  # else the blocks belong to a stream that was migrated
-                self._scheduler.counters.count_lookup(len(message.token_ids), hit.tokens)
-        else:
-            reserved = sum(
-                kv.blocks_for(len(other.request.tokens))
-                for other in self._grants.values()
-                if other.request is not None and other.request.table is None
-            )
-            spare = int(kv.pool.total * self.limits.watermark)
-            if message.cached_only or kv.cost_of(hit, len(message.token_ids)) + reserved + spare > kv.pool.available:
+        grant = Grant(peer, message.fetch, message.tenant_salt, blocks, wanted, None, message.held)
+        complete = hit.tokens == blocks * kv.block_size
+        if complete and not message.cached_only:  # else the blocks belong to a stream that was migrated
+            self._scheduler.counters.count_lookup(len(message.token_ids), hit.tokens)
+        if not complete:
+            if message.cached_only or not self._has_room(hit, len(message.token_ids)):
                 reason = "the source has not cached it" if message.cached_only else "the source has too few free blocks"
                 self.messages.append((peer, Refused(message.fetch, reason)))
                 return
@@ -212,10 +175,20 @@ class Granter:
             self._scheduler.add(grant.request)
         self.granted += 1
         self._grants[peer, message.fetch] = grant
-        known = self._peers[peer]
-        self.messages.append((peer, Granted(message.fetch, blocks, known.speed.block_seconds)))
-        if grant.request is None:
-            self._push(grant, known, blocks, 0)
+        self.messages.append((peer, Granted(message.fetch, blocks)))
+        if complete:
+            self._offer(grant, hit.tables, blocks, 0)
+
+    def _has_room(self, hit: PrefixHit, tokens: int) -> bool:
+        """Whether there are enough blocks for one more prompt, beside those of grants that are queued."""
+        kv = self._kv
+        reserved = sum(
+            kv.blocks_for(len(other.request.tokens))
+            for other in self._grants.values()
+            if other.request is not None and other.request.table is None
+        )
+        spare = int(kv.pool.total * self.limits.watermark)
+        return kv.cost_of(hit, tokens) + reserved + spare <= kv.pool.available
 
     def _refusal(self, peer: str, message: FetchRequest) -> str:
         if not self.computes_for_others and not message.cached_only:
@@ -234,43 +207,54 @@ class Granter:
             return "the source's queue is too long"
         return ""
 
-    def _push(self, grant: Grant, known: _Peer, ready: int, step: int) -> None:
-        """Sends the blocks up to `ready` that were not sent yet."""
-        first = grant.sent
-        if ready <= first or grant.table is None:
-            return
+    def _offer(self, grant: Grant, tables: Sequence[Sequence[int]], ready: int, step: int) -> None:
+        """Offers the blocks up to `ready` that were not offered yet, of a request's tables."""
+        first, pool = grant.offered, self._kv.pool
         spans = [(max(start, first), min(stop, ready)) for start, stop in grant.wanted]
         blocks = tuple(
-            tuple(table[start:stop]) if stop > start else ()
-            for table, (start, stop) in zip(grant.table.tables, spans, strict=True)
+            tuple(table[start:stop]) if stop > start else () for table, (start, stop) in zip(tables, spans, strict=True)
         )
-        counts = tuple(len(row) for row in blocks)
-        if not any(counts):
-            return  # no query of the target attends to these: they are sent with the next ones
-        self.orders.append(Send(known.pair, grant.fetch, grant.chunks, blocks))
+        if ready <= first or not any(blocks):
+            return  # what no query of the target attends to is offered with the next ones
+        for row in blocks:
+            for block in row:
+                pool.acquire(block)
+            grant.held += row
+        computed = step == 0
+        number = self._peers[grant.peer].number
+        self.orders.append(Announce(number, grant.fetch, grant.chunks, computed))
         found = grant.blocks if grant.request is None else grant.request.cached_tokens // self._kv.block_size
         cached = min(max(found - first, 0), ready - first)
-        self.messages.append((grant.peer, Offer(grant.fetch, grant.chunks, first, ready, counts, cached)))
+        self.messages.append((grant.peer, Offer(grant.fetch, grant.chunks, first, ready, blocks, computed, cached)))
         grant.uncommitted.append((step, grant.chunks))
         grant.chunks += 1
-        grant.sent = ready
-        if not step:
+        grant.offered = ready
+        if computed:
             self.processed(0)
 
-    def _fail(self, grant: Grant, known: _Peer, reason: str) -> None:
+    def _fail(self, grant: Grant, reason: str) -> None:
+        """No more will be offered. What the target reads now is held until it answers."""
         self.messages.append((grant.peer, Failed(grant.fetch, reason)))
-        self._drop(grant, known)
+        grant.failed = True
+        self._stop(grant)
 
-    def _drop(self, grant: Grant, known: _Peer | None) -> None:
-        """Ends a grant before the target has all blocks."""
+    def _stop(self, grant: Grant) -> None:
+        """Computes no more for a grant."""
+        request, grant.request = grant.request, None
+        if request is not None and request.finish is None:
+            self._scheduler.end(request, Finish.CANCELLED)
+
+    def _end(self, grant: Grant) -> None:
+        """The target does not use what it reads from now on."""
         del self._grants[grant.peer, grant.fetch]
-        if known is not None and grant.chunks:
-            self.orders.append(Drop(known.pair, grant.fetch))
-        self._release(grant)
+        self._stop(grant)
+        self._kv.pool.release(grant.held)
+        if grant.chunks:
+            self.orders.append(End(self._peers[grant.peer].number, grant.fetch))
+        self._forget_lost(grant.peer)
 
-    def _release(self, grant: Grant) -> None:
-        if grant.request is not None:
-            if grant.request.finish is None:
-                self._scheduler.end(grant.request, Finish.CANCELLED)
-        elif grant.table is not None:
-            self._kv.release(grant.table)
+    def _forget_lost(self, peer: str) -> None:
+        known = self._peers[peer]
+        if known.lost and all(grant.peer != peer for grant in self._grants.values()):
+            del self._peers[peer]
+            self.orders.append(Disconnect(known.number))

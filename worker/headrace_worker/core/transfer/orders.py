@@ -1,91 +1,78 @@
 """Orders of rank 0 to the transfer workers of all its ranks, in the plans of steps and hence in order with them.
 
-A transfer worker reads or writes a block only between the order that names it and the `Drop` of its fetch. A rank takes
-the orders of a plan before the plan's work, so a request that gets the block in that plan or later has exclusive use.
+A rank takes the orders of a plan before the plan's work. Blocks that a worker writes are reserved from the order that
+names them until every rank has reported that the fetch is over there: a read cannot be stopped.
 """
 
 from msgspec import Struct
 
-from headrace_worker.core.config import Rendezvous
-from headrace_worker.core.transfer.shards import Route
+from headrace_worker.core.transfer.shards import RankShard, Route
 
 
-class OpenPair(Struct, frozen=True, tag="open"):
-    """Connect to the ranks of another replica. Ranks of the target come first in the pair's group."""
+class Connect(Struct, frozen=True, tag="connect"):
+    """Learn of the ranks of another replica, in their order."""
 
-    pair: int
-    rendezvous: Rendezvous
-    size: int  # ranks of both
-    first: int  # number in the pair's group of this replica's rank 0
-    peers: int  # number in the pair's group of the other replica's rank 0
+    peer: int
+    ranks: tuple[RankShard, ...]  # with their agents and memory
     routes: tuple[Route, ...]
-    sends: bool  # this replica is the source
+    reads: bool  # this replica is the target
 
 
-class ClosePair(Struct, frozen=True, tag="close"):
-    """Close the pair's connections, and end all waits on them."""
+class Disconnect(Struct, frozen=True, tag="disconnect"):
+    """Forget the ranks of another replica, once no read from them is under way."""
 
-    pair: int
+    peer: int
 
 
-class Send(Struct, frozen=True, tag="send"):
-    """Send blocks, which are complete after this plan's work, as the next chunk of a fetch."""
+class Announce(Struct, frozen=True, tag="announce"):
+    """As the source: serve a fetch from now on, and notify the target's ranks as this plan's work computes layers."""
 
-    pair: int
+    peer: int
     fetch: int
     chunk: int
-    blocks: tuple[tuple[int, ...], ...]  # per cache group
+    computed: bool  # there is nothing to wait for: the targets know
 
 
-class Receive(Struct, frozen=True, tag="receive"):
-    """Receive the next chunk of the pair and, unless its fetch is dropped by then, write it into these blocks.
+class Read(Struct, frozen=True, tag="read"):
+    """As the target: read a chunk's blocks, each layer as soon as its source has computed it."""
 
-    A chunk of an ended fetch is received as well, since both ends count chunks; it has no blocks then.
+    peer: int
+    fetch: int
+    chunk: int
+    theirs: tuple[tuple[int, ...], ...]  # per cache group
+    mine: tuple[tuple[int, ...], ...]
+    computed: bool
+
+
+class End(Struct, frozen=True, tag="end"):
+    """No further read for this fetch is started; on the target each rank reports when the last one is over."""
+
+    peer: int
+    fetch: int
+
+
+Order = Connect | Disconnect | Announce | Read | End
+
+
+class ChunkRead(Struct, frozen=True, tag="read"):
+    """A rank of the target has read its part of a chunk, in so many seconds from the first layer that it could read.
+
+    Not `good`: the source cannot be read.
     """
 
-    pair: int
-    fetch: int
-    chunk: int
-    counts: tuple[int, ...]  # blocks per cache group
-    blocks: tuple[tuple[int, ...], ...] = ()
-
-
-class Drop(Struct, frozen=True, tag="drop"):
-    """From now on no block is read or written for this fetch."""
-
-    pair: int
-    fetch: int
-
-
-Order = OpenPair | ClosePair | Send | Receive | Drop
-
-
-class Received(Struct, frozen=True, tag="received"):
-    """A rank has received a chunk. `good`: all of it is in its blocks, count and MAC agree."""
-
     rank: int
-    pair: int
     fetch: int
     chunk: int
     good: bool
     num_bytes: int = 0
+    seconds: float = 0.0
 
 
-class Sent(Struct, frozen=True, tag="sent"):
-    """A rank has sent a chunk. `seconds`: for so many blocks, without the waits for their computation."""
-
-    rank: int
-    pair: int
-    blocks: int
-    seconds: float
-
-
-class PairFailed(Struct, frozen=True, tag="failed"):
-    """A rank lost the connections of a pair; no further reports follow."""
+class FetchOver(Struct, frozen=True, tag="over"):
+    """After an End: this rank of the target writes no block of the fetch any more."""
 
     rank: int
-    pair: int
-    error: str
+    fetch: int
 
 
-TransferReport = Received | Sent | PairFailed
+TransferReport = ChunkRead | FetchOver

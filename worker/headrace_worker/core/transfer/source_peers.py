@@ -1,18 +1,21 @@
-"""The sources of a target: to which it is connected, and which it avoids for a while. Pure, bounded."""
+"""The sources of a target: which are connected, how fast they are, and which it avoids for a while. Pure."""
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from headrace_worker.core.transfer.fetch import FetchLimits
+
+_OLDER = 0.8  # weight of earlier chunks beside the newest one
 
 
 @dataclass(slots=True)
 class _Peer:
-    pair: int | None = None  # once an OpenPair was ordered
-    avoid_until: float = 0.0  # once it was lost; it is forgotten then
-    renewed: float = 0.0
-    used: float = 0.0  # for the last fetch
-    block_seconds: float = 0.0  # of transfer, as the source measures it; 0 = not known
+    number: int | None = None  # once a Connect was ordered
+    avoid_until: float = 0.0
+    renewed: dict[int, float] = field(default_factory=dict)  # when renewals were sent that are not answered yet
+    next_renewal: float = 0.0
+    confirmed: float = 0.0  # when the newest message was sent that the source is known to have
+    reads: dict[int, tuple[float, float]] = field(default_factory=dict)  # recent seconds and blocks, by rank
     measured: float = 0.0
 
 
@@ -22,93 +25,76 @@ class SourcePeers:
     def __init__(self, limits: FetchLimits) -> None:
         self._limits = limits
         self._peers: dict[str, _Peer] = {}
-        self._next_replacement = 0.0
+        self._renewals = 0
 
-    def pair(self, peer: str) -> int | None:
-        """The pair of ranks that is connected to this source, if any."""
+    def number(self, peer: str) -> int | None:
+        """In orders, of a source that is connected."""
         known = self._peers.get(peer)
-        return known.pair if known is not None else None
+        return known.number if known is not None else None
 
-    def of_pair(self, pair: int) -> str | None:
-        """The source of a pair."""
-        return next((peer for peer, known in self._peers.items() if known.pair == pair), None)
+    def use(self, peer: str, now: float) -> bool:
+        """Whether the next message may be sent to this source. Forgets those that are of no use any more."""
+        for name, each in list(self._peers.items()):
+            if each.number is None and 0 < each.avoid_until <= now:
+                del self._peers[name]
+        return now >= self._peers.setdefault(peer, _Peer()).avoid_until
 
-    def use(self, peer: str, used: Collection[str], now: float) -> bool:
-        """Whether the next message may connect to this source. Forgets lost ones when there is another one.
-
-        used: those of running fetches.
-        """
-        known = self._peers.get(peer)
-        if known is None:
-            for name, each in list(self._peers.items()):
-                if name not in used and each.pair is None and 0 < each.avoid_until <= now:
-                    del self._peers[name]
-            if len(self._peers) >= self._limits.sources:
-                return False
-            known = self._peers[peer] = _Peer()
-        if now < known.avoid_until:
-            return False
-        known.avoid_until, known.used = 0.0, now
-        return True
-
-    def replace(self, peer: str, used: Collection[str], now: float) -> tuple[str, int] | None:
-        """If there are too many for one more: the connected one without a fetch for longest loses its place.
-
-        Returns it and its pair, to be closed. None: there is a place, or there will be none for now.
-        """
-        if peer in self._peers or len(self._peers) < self._limits.sources or now < self._next_replacement:
-            return None
-        unused = [
-            (known.used, name, known.pair)
-            for name, known in self._peers.items()
-            if known.pair is not None and name not in used and now - known.used >= self._limits.idle
-        ]
-        if not unused:
-            return None
-        self._next_replacement = now + self._limits.replace
-        _, name, pair = min(unused)
-        del self._peers[name]
-        return name, pair
-
-    def open(self, peer: str, pair: int) -> None:
+    def connected(self, peer: str, number: int) -> None:
         """The source is connected."""
-        self._peers.setdefault(peer, _Peer()).pair = pair
+        self._peers.setdefault(peer, _Peer()).number = number
 
     def lose(self, peer: str, now: float) -> int | None:
-        """The source is avoided for a while; returns its pair, if it has one, which is to be closed."""
+        """The source is avoided for a while; returns its number, if it was connected."""
         known = self._peers.get(peer)
         if known is None:
-            return None  # it was replaced meanwhile
-        known.avoid_until = max(known.avoid_until, now + self._limits.avoid)
-        pair, known.pair = known.pair, None
-        return pair
+            return None
+        number = known.number
+        self._peers[peer] = _Peer(avoid_until=max(known.avoid_until, now + self._limits.avoid))
+        return number
 
-    def avoid_silent(self, peer: str, now: float) -> None:
+    def avoid(self, peer: str, now: float, seconds: float) -> None:
         """The source is not used for a while; it stays connected."""
         if (known := self._peers.get(peer)) is not None:
-            known.avoid_until = max(known.avoid_until, now + self._limits.avoid_silent)
+            known.avoid_until = max(known.avoid_until, now + seconds)
 
-    def set_speed(self, peer: str, block_seconds: float, now: float) -> None:
-        """The source has measured how long it takes to send a block here; 0 = not yet."""
+    def renewals(self, used: Collection[str], now: float) -> list[tuple[str, int]]:
+        """The sources of running fetches to which a renewal is due, once each time, and its number."""
+        due = []
+        for peer in used:
+            known = self._peers[peer]
+            if now >= known.next_renewal:
+                self._renewals += 1
+                known.renewed[self._renewals] = now
+                known.next_renewal = now + self._limits.renew
+                due.append((peer, self._renewals))
+        return due
+
+    def answered(self, peer: str, number: int) -> None:
+        """The source has a renewal, and hence all before it."""
+        if (known := self._peers.get(peer)) is not None and number in known.renewed:
+            known.confirmed = known.renewed[number]
+            known.renewed = {other: sent for other, sent in known.renewed.items() if other > number}
+
+    def confirmed(self, peer: str) -> float:
+        """When the newest message was sent that this source is known to have."""
         known = self._peers.get(peer)
-        if known is not None and 0 < block_seconds < float("inf"):
-            known.block_seconds, known.measured = block_seconds, now
+        return known.confirmed if known is not None else 0.0
+
+    def read(self, peer: str, rank: int, blocks: int, seconds: float, now: float) -> None:
+        """A rank has read a chunk."""
+        if (known := self._peers.get(peer)) is not None and blocks > 0:
+            spent, done = known.reads.get(rank, (0.0, 0.0))
+            known.reads[rank] = _OLDER * spent + seconds, _OLDER * done + blocks
+            known.measured = now
 
     def block_seconds(self, peer: str, now: float) -> float:
         """Of a source; 0 = not known."""
         return dict(self.speeds(now)).get(peer, 0.0)
 
     def speeds(self, now: float) -> list[tuple[str, float]]:
-        """The sources of which the seconds per block are known."""
+        """The sources of which the seconds per block are known: those of the slowest rank, since all must read."""
         return [
-            (peer, known.block_seconds)
+            (peer, max(spent / done for spent, done in known.reads.values()))
             for peer, known in self._peers.items()
-            if known.block_seconds and now - known.measured < self._limits.speed_seconds
+            if known.reads and now - known.measured < self._limits.speed_seconds
         ]
-
-    def renewals(self, used: Collection[str], now: float) -> list[str]:
-        """The sources of running fetches to which a renewal is due, once each time."""
-        due = [peer for peer in used if now - self._peers[peer].renewed >= self._limits.renew]
-        for peer in due:
-            self._peers[peer].renewed = now
-        return due

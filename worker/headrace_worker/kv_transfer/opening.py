@@ -1,0 +1,64 @@
+"""A rank's transfer worker at the start: its agent, and where the memory of all ranks of the replica is."""
+
+import base64
+from collections.abc import Callable, Mapping
+from uuid import uuid4
+
+import msgspec
+import torch
+
+from headrace_proto.role import Role
+from headrace_worker.core.config import ReplicaConfig
+from headrace_worker.core.transfer.orders import TransferReport
+from headrace_worker.core.transfer.shards import RankShard
+from headrace_worker.kv_transfer.agent import KvAgent, TransfersUnavailableError
+from headrace_worker.kv_transfer.transfer_worker import TransferWorker
+from headrace_worker.model.attention import LayerCache
+from headrace_worker.model.kv_shards import kv_shards
+from headrace_worker.model.load import LoadedModel
+from headrace_worker.ranks.team import Team
+
+
+def open_transfers(
+    config: ReplicaConfig,
+    model: LoadedModel,
+    caches: Mapping[int, LayerCache],
+    team: Team | None,
+    report: Callable[[TransferReport], None],
+) -> tuple[TransferWorker | None, str]:
+    """The worker, None where NIXL cannot be used; and a sentence for the start. All ranks call this.
+
+    caches: of this rank's layers. Raises TransfersUnavailableError for a replica of a pool.
+    """
+    rank = team.topology.rank if team is not None else 0
+    shards = kv_shards(model.config, model.dtype_name, config.block_size, model.dtype.itemsize, config.tp, config.pp)
+    agent, reason = None, ""
+    try:
+        agent = KvAgent(f"{config.replica_id}-{rank}-{uuid4().hex}", [cache.pool for cache in caches.values()])
+    except TransfersUnavailableError as error:
+        reason = str(error)
+    mine = _with_memory(shards.ranks[rank], agent, caches, model.device.torch_device)
+    ranks = [mine]
+    if team is not None:
+        texts = team.new_all_gather("memory").gather(base64.b64encode(msgspec.msgpack.encode(mine)).decode())
+        ranks = [msgspec.msgpack.decode(base64.b64decode(text), type=RankShard) for text in texts]
+    shards = msgspec.structs.replace(shards, ranks=tuple(ranks))
+    if agent is None or not all(each.agent for each in ranks):
+        reason = reason or "Another rank of this replica has no NIXL."
+        if config.role is not Role.BOTH:
+            raise TransfersUnavailableError(reason)
+        return None, reason
+    check = team.detector.check if team is not None else lambda: None
+    return TransferWorker(rank, shards, agent, model.device, report, check), "KV blocks move by NIXL (UCX)."
+
+
+def _with_memory(
+    shard: RankShard, agent: KvAgent | None, caches: Mapping[int, LayerCache], device: torch.device
+) -> RankShard:
+    if agent is None:
+        return shard
+    addresses = tuple(
+        tuple(tuple(part.data_ptr() for part in caches[layer].pool) for layer in group.layers) for group in shard.groups
+    )
+    index = -1 if device.type == "cpu" else device.index
+    return msgspec.structs.replace(shard, agent=agent.metadata, addresses=addresses, device=index)
