@@ -29,7 +29,8 @@ class Invariants:
         """After a turn, which checks deadlines: no fetch is silent or runs for too long, no grant exceeds its lease."""
         fetcher, granter = self._replica.engine.exchange.fetcher, self._replica.engine.exchange.granter
         for fetch in fetcher._fetches.values():
-            if now >= fetch.deadline or fetcher._is_silent(fetch, now):
+            silence = fetcher.peers.silence(fetch.peer, fetch.started, now)
+            if now >= fetch.deadline or silence > fetcher.peers.patience(fetch.peer):
                 raise InvariantViolation(f"{self._replica.name} waits for fetch {fetch.number} beyond its time")
         for peer in {grant.peer for grant in granter._grants.values()}:
             if now - granter._peers[peer].last_received > granter.limits.lease:

@@ -12,7 +12,7 @@ from support.simulation.transfer_workers import DataNetwork
 from support.simulation.world import InvariantViolation, Network, World
 
 ORPHAN_SECONDS = 1.5
-IDLE_SECONDS = 30.0  # by which all answers and faults are over and everything is released
+IDLE_SECONDS = 75.0  # by which all answers and faults are over and everything is released
 
 
 class Cluster(ABC):

@@ -40,7 +40,7 @@ def test_a_renewal_is_answered_and_extends_the_lease() -> None:
     for number in range(3):
         bench.clock.now += exchange.granter.limits.lease - 0.1
         exchange.receive_from_target("there", Renew(number))
-        assert exchange.take_outbound().to_targets[-1] == ("there", Renewed(number))
+        assert exchange.take_outbound().to_targets[-1] == ("there", Renewed(number, 0.0))
         exchange.tick()
         assert len(exchange.granter) == 1
 
@@ -51,12 +51,12 @@ def test_what_was_read_later_than_the_source_may_hold_it_is_not_used(late: bool)
     bench = make_bench()
     exchange = bench.engine.exchange
     exchange.connect_source("there", SOURCE)
-    assert exchange.begin(bench.request(TOKENS, source="there"), seconds_per_token=1.0)
-    exchange.receive_from_source("there", Granted(1, 9))
+    assert exchange.begin(bench.request(TOKENS, source="there"), seconds_per_token=1e-3)
+    exchange.receive_from_source("there", Granted(1, 9, 0.0))
     exchange.receive_from_source("there", Offer(1, 0, 0, 9, (tuple(range(1, 10)),), computed=True))
     exchange.receive_from_source("there", Commit(1, 0))
     exchange.take_orders(0)
-    bench.clock.now += exchange.fetcher.limits.silence + (0.1 if late else -0.1)
+    bench.clock.now += exchange.fetcher.limits.max_silence + (0.1 if late else -0.1)
     exchange.handle_report(ChunkRead(0, 1, 0, good=True))
     assert exchange.fetcher.counters.done == (not late)
     assert bench.kv.pool.cached == (0 if late else 9) and bench.kv.pool.quarantined == (9 if late else 0)
@@ -75,7 +75,7 @@ def test_renewals_that_are_answered_keep_a_long_fetch() -> None:
         exchange.tick()
         for _, message in exchange.take_outbound().to_sources:
             if isinstance(message, Renew):
-                exchange.receive_from_source("there", Renewed(message.number))
+                exchange.receive_from_source("there", Renewed(message.number, 0.0))
         bench.clock.now += 0.6
     assert len(exchange.fetcher) == 1
     bench.clock.now += exchange.fetcher.limits.silence
@@ -96,7 +96,7 @@ def test_the_measured_speed_of_a_source_reaches_the_load_and_the_limits() -> Non
         if not exchange.begin(request, seconds_per_token=seconds_per_token):
             return 0.0
         message = next(m for _, m in exchange.take_outbound().to_sources if isinstance(m, FetchRequest))
-        exchange.receive_from_source("there", Granted(message.fetch, blocks))
+        exchange.receive_from_source("there", Granted(message.fetch, blocks, 0.0))
         theirs = (tuple(range(1, blocks + 1)),)
         exchange.receive_from_source("there", Offer(message.fetch, 0, 0, blocks, theirs, computed=True))
         exchange.receive_from_source("there", Commit(message.fetch, 0))
@@ -135,7 +135,7 @@ def test_a_source_that_was_silent_is_avoided() -> None:
     exchange, limits = bench.engine.exchange, bench.engine.exchange.fetcher.limits
 
     def begin(source: str) -> bool:
-        return bool(exchange.begin(bench.request(list(range(1, 40)), source=source), seconds_per_token=1.0))
+        return bool(exchange.begin(bench.request(list(range(1, 40)), source=source), seconds_per_token=1e-3))
 
     assert begin("there")
     bench.clock.now += limits.silence + 0.1
@@ -143,6 +143,22 @@ def test_a_source_that_was_silent_is_avoided() -> None:
     assert not begin("there") and begin("elsewhere")
     bench.clock.now += limits.avoid_silent
     assert begin("there")
+
+
+@pytest.mark.parametrize(("per_token", "told", "step"), [(0.1, 0.0, 1.6), (1e-3, 1.6, 1.6), (1e-3, 100.0, 100.0)])
+def test_a_source_in_a_long_step_is_not_silent(per_token: float, told: float, step: float) -> None:
+    """It answers between its steps: a step may take as long as it says, or as one would take here."""
+    bench = make_bench(budget=16)
+    exchange, limits = bench.engine.exchange, bench.engine.exchange.fetcher.limits
+    exchange.connect_source("there", SOURCE)
+    assert exchange.begin(bench.request(TOKENS, source="there"), seconds_per_token=per_token)
+    exchange.receive_from_source("there", Granted(1, 9, told))
+    exchange.fetcher._fetches[1].deadline = 1e9
+    began = bench.clock.now
+    for over in (-0.1, 0.1):
+        bench.clock.now = began + min(limits.silent_steps * step, limits.max_silence) + over
+        exchange.tick()
+        assert len(exchange.fetcher) == (over < 0)
 
 
 def test_a_source_offers_what_is_cached_at_once_and_the_rest_with_the_step_that_computes_it() -> None:

@@ -102,7 +102,7 @@ class Engine:
     def step(self) -> list[Output]:
         """Schedules and launches a step, and collects one that is due. Raises RunnerBrokenError."""
         if self.exchange.busy:
-            self.exchange.tick(self.latency.cost.per_prefill_token)
+            self.exchange.tick(self.latency.cost.per_prefill_token, self.predicted_step)
         outputs = self.scheduler.expire()
         scheduled = self.scheduler.schedule()
         orders: list[Order] = []

@@ -36,7 +36,7 @@ class TransferExchange:
         fetch_limits: FetchLimits | None = None,
         grant_limits: GrantLimits | None = None,
     ) -> None:
-        self.fetcher = Fetcher(scheduler.kv, ranks, fetch_limits)
+        self.fetcher = Fetcher(scheduler.kv, ranks, scheduler.limits.max_num_batched_tokens, fetch_limits)
         self.granter = Granter(scheduler, grant_limits)
         self.moves_blocks = True  # whether this replica's ranks can read others' memory
         self._scheduler = scheduler
@@ -56,15 +56,15 @@ class TransferExchange:
         """Whether prompts of other replicas are computed here from now on; those already granted are."""
         self.granter.computes_for_others = enabled
 
-    def tick(self, seconds_per_token: float = 0.0) -> None:
+    def tick(self, seconds_per_token: float = 0.0, step_seconds: float = 0.0) -> None:
         """Called at the beginning of a step: queues the requests whose fetch has ended.
 
-        `seconds_per_token`: predicted time to compute a token here.
+        Predicted: the time to compute a token here, and that of the newest step.
         """
         now = self._clock()
         for request in self.fetcher.tick(now):
             self._scheduler.add(request)
-        self.granter.tick(now, seconds_per_token)
+        self.granter.tick(now, seconds_per_token, step_seconds)
 
     def begin(self, request: Request, seconds_per_token: float) -> bool:
         """Starts a fetch if the request has a source. False: the caller must queue the request."""

@@ -13,11 +13,13 @@ class FetchLimits:
     """Times in seconds, on this replica's clock."""
 
     min_blocks: int = 2  # fewer are computed locally
-    silence: float = 2.0  # since the newest message that the source is known to have: less than its lease
+    silence: float = 2.0  # since the newest message that the source is known to have, until it counts as stalled
+    silent_steps: float = 6.0  # the same, as a multiple of the time of its steps: it answers after up to two
+    max_silence: float = 20.0  # upper bound, and of what is still valid: less than the source's lease
     min_seconds: float = 2.0  # lower bound of a fetch's time limit
     slowest: float = 4.0  # a transfer's time as it counts for the limit, as a multiple of the local time
     max_seconds: float = 600.0  # upper bound of a fetch's time limit
-    slowdown: float = 2.0  # the time limit, as a multiple of the local time for the blocks or of their transfer
+    slowdown: float = 4.0  # the time limit, as a multiple of the local time for the blocks or of their transfer
     deadline_share: float = 0.5  # upper bound, as a share of the time until the request's deadline
     renew: float = 0.5  # between two renewals to a source
     avoid: float = 1.0  # during which a lost source is not used

@@ -6,9 +6,9 @@
 
 A fetch only fills the prefix cache: whatever its result, the request is queued afterwards and starts from what is
 cached. What was read is valid if the source held it then: a source holds the blocks of a fetch until it is told that
-the fetch is over, or for its lease after the newest message that it has. So they are usable only within `silence`,
-which is less, of a message that it is known to have. Blocks that a rank may still write are quarantined until every
-rank has reported that the fetch is over.
+the fetch is over, or for its lease after the newest message that it has. So they are usable only within a time that is
+less than the lease of a message that it is known to have. Blocks that a rank may still write are quarantined until
+every rank has reported that the fetch is over.
 """
 
 from collections import Counter
@@ -46,7 +46,8 @@ from headrace_worker.core.transfer.source_peers import SourcePeers
 class Fetcher:
     """All fetches of one replica. Not thread-safe: the step loop owns it."""
 
-    def __init__(self, kv: KVManager, ranks: int, limits: FetchLimits | None = None) -> None:
+    def __init__(self, kv: KVManager, ranks: int, step_tokens: int, limits: FetchLimits | None = None) -> None:
+        """step_tokens: that a step computes at most."""
         self.limits = limits or FetchLimits()
         self.counters = FetchCounters()
         self.orders: list[Order] = []
@@ -54,6 +55,7 @@ class Fetcher:
         self.close_peers: list[str] = []  # to disconnect
         self._kv = kv
         self._ranks = ranks
+        self._step_tokens = step_tokens
         self.waiting_of: Counter[bytes] = Counter()  # fetches by tenant: their requests are queued later
         self._fetches: dict[int, Fetch] = {}
         self.peers = SourcePeers(self.limits)
@@ -92,7 +94,7 @@ class Fetcher:
             return False  # the request expires in the queue
         if peer in self.close_peers:
             return False  # its stream will be closed, after the messages of this time were sent
-        if not self.peers.use(peer, now):
+        if not self.peers.use(peer, now, seconds_per_token * self._step_tokens):
             return False
         self._number += 1
         wanted = wanted_blocks(kv.windows, kv.block_size, have, blocks)
@@ -148,6 +150,7 @@ class Fetcher:
         """Handles a message of a source."""
         if isinstance(message, Renewed):
             self.peers.answered(peer, message.number)
+            self.peers.set_step(peer, message.step_seconds)
             return
         fetch = self._fetches.get(message.fetch)
         if fetch is None or fetch.peer != peer:
@@ -158,6 +161,7 @@ class Fetcher:
             return
         match message:
             case Granted(blocks=blocks):
+                self.peers.set_step(peer, message.step_seconds)
                 if not fetch.local_blocks < blocks <= fetch.blocks:
                     self._reject_peer(peer, now)
                     return
@@ -203,7 +207,7 @@ class Fetcher:
     def tick(self, now: float) -> list[Request]:
         """Handles timeouts and renewals; returns the requests to queue now."""
         for fetch in list(self._fetches.values()):
-            silent = self._is_silent(fetch, now)
+            silent = self.peers.silence(fetch.peer, fetch.started, now) > self.peers.patience(fetch.peer)
             if silent:  # or each of its requests would wait as long
                 self.peers.avoid(fetch.peer, now, self.limits.avoid_silent)
             if silent or now >= fetch.deadline:
@@ -223,10 +227,6 @@ class Fetcher:
 
     # -- internal ---------------------------------------------------------------------------------------------
 
-    def _is_silent(self, fetch: Fetch, now: float) -> bool:
-        """Whether the source may have ended its lease: if it has the request, it has what was sent before."""
-        return now - max(fetch.started, self.peers.confirmed(fetch.peer)) > self.limits.silence
-
     def _reserve(self, fetch: Fetch, blocks: int, now: float) -> None:
         if fetch.reserved is not None:
             return
@@ -240,10 +240,14 @@ class Fetcher:
             return
         fetch.reserved = [self._kv.pool.allocate(count) for count in counts]
 
+    def _is_expired(self, fetch: Fetch, now: float) -> bool:
+        """Whether the source may have released what was read before it was."""
+        return self.peers.silence(fetch.peer, fetch.started, now) > self.limits.max_silence
+
     def _finish_if_complete(self, fetch: Fetch, now: float) -> None:
         if fetch.usable < fetch.blocks:
             return
-        if self._is_silent(fetch, now):
+        if self._is_expired(fetch, now):
             self._fail(fetch, now, notify=True)
             return
         self.counters.done += 1
@@ -266,7 +270,7 @@ class Fetcher:
             del self.waiting_of[tenant]
         if notify:
             self.messages.append((fetch.peer, Cancel(fetch.number)))
-        usable = fetch.local_blocks if self._is_silent(fetch, now) else fetch.usable
+        usable = fetch.local_blocks if self._is_expired(fetch, now) else fetch.usable
         unsafe: list[int] = []
         size = self._kv.block_size
         fetch.request.fetched = Fetched(fetch.local_blocks * size, usable * size, fetch.cached_in(usable) * size)

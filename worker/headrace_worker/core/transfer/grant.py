@@ -12,7 +12,7 @@ class GrantLimits:
     """Times in seconds, on this replica's clock."""
 
     max_grants: int = 64  # at a time; of a tenant with less than its part up to twice as many
-    lease: float = 5.0  # since the newest message of the target, until its grants end
+    lease: float = 30.0  # since the newest message of the target, until its grants end
     watermark: float = 0.05  # share of the pool that grants leave to running requests
 
 

@@ -53,7 +53,7 @@ class Granter:
         self.limits = limits or GrantLimits()
         self.granted = 0  # since boot
         self.computes_for_others = True  # depends on the replica's role
-        self._seconds_per_token = 0.0  # as predicted now; 0 = not known yet
+        self._seconds_per_token = self._step_seconds = 0.0  # as predicted now; 0 = not known yet
         self.orders: list[Order] = []
         self.messages: list[tuple[str, FromSource]] = []
         self._scheduler = scheduler
@@ -89,15 +89,16 @@ class Granter:
             case FetchRequest():
                 self._handle_request(peer, message, now)
             case Renew(number):
-                self.messages.append((peer, Renewed(number)))
+                self.messages.append((peer, Renewed(number, self._step_seconds)))
             case Cancel(fetch) | Done(fetch):
                 grant = self._grants.get((peer, fetch))
                 if grant is not None:
                     self._end(grant)
 
-    def tick(self, now: float, seconds_per_token: float) -> None:
-        """Handles expired leases. `seconds_per_token`: predicted time to compute a token here."""
+    def tick(self, now: float, seconds_per_token: float, step_seconds: float) -> None:
+        """Handles expired leases. Predicted: the time to compute a token here, and that of the newest step."""
         self._seconds_per_token = seconds_per_token
+        self._step_seconds = max(step_seconds, seconds_per_token * self._scheduler.limits.max_num_batched_tokens)
         for grant in list(self._grants.values()):
             if now - self._peers[grant.peer].last_received > self.limits.lease:
                 self._end(grant)
@@ -175,7 +176,7 @@ class Granter:
             self._scheduler.add(grant.request)
         self.granted += 1
         self._grants[peer, message.fetch] = grant
-        self.messages.append((peer, Granted(message.fetch, blocks)))
+        self.messages.append((peer, Granted(message.fetch, blocks, self._step_seconds)))
         if complete:
             self._offer(grant, hit.tables, blocks, 0)
 

@@ -44,6 +44,7 @@ class Granted(Struct, frozen=True, tag="granted"):
 
     fetch: int
     blocks: int
+    step_seconds: float  # that a step of the source may take, between which it answers; 0 = not known yet
 
 
 class Refused(Struct, frozen=True, tag="refused"):
@@ -84,6 +85,7 @@ class Renewed(Struct, frozen=True, tag="renewed"):
     """The source has the Renew of this number: it holds what the target's fetches may read for another lease."""
 
     number: int
+    step_seconds: float
 
 
 ToSource = FetchRequest | Cancel | Done | Renew

@@ -14,6 +14,7 @@ class _Peer:
     avoid_until: float = 0.0
     renewed: dict[int, float] = field(default_factory=dict)  # when renewals were sent that are not answered yet
     next_renewal: float = 0.0
+    step_seconds: float = 0.0  # that a step of it may take
     confirmed: float = 0.0  # when the newest message was sent that the source is known to have
     reads: dict[int, tuple[float, float]] = field(default_factory=dict)  # recent seconds and blocks, by rank
     measured: float = 0.0
@@ -32,12 +33,17 @@ class SourcePeers:
         known = self._peers.get(peer)
         return known.number if known is not None else None
 
-    def use(self, peer: str, now: float) -> bool:
-        """Whether the next message may be sent to this source. Forgets those that are of no use any more."""
+    def use(self, peer: str, now: float, step_seconds: float) -> bool:
+        """Whether the next message may be sent to this source. Forgets those that are of no use any more.
+
+        step_seconds: that a step may take there, until it says so itself.
+        """
         for name, each in list(self._peers.items()):
             if each.number is None and 0 < each.avoid_until <= now:
                 del self._peers[name]
-        return now >= self._peers.setdefault(peer, _Peer()).avoid_until
+        known = self._peers.setdefault(peer, _Peer())
+        known.step_seconds = known.step_seconds or step_seconds
+        return now >= known.avoid_until
 
     def connected(self, peer: str, number: int) -> None:
         """The source is connected."""
@@ -69,16 +75,27 @@ class SourcePeers:
                 due.append((peer, self._renewals))
         return due
 
+    def set_step(self, peer: str, seconds: float) -> None:
+        """The source says how long a step may take there; 0 = it does not know."""
+        if seconds and (known := self._peers.get(peer)) is not None:
+            known.step_seconds = seconds
+
     def answered(self, peer: str, number: int) -> None:
         """The source has a renewal, and hence all before it."""
         if (known := self._peers.get(peer)) is not None and number in known.renewed:
             known.confirmed = known.renewed[number]
             known.renewed = {other: sent for other, sent in known.renewed.items() if other > number}
 
-    def confirmed(self, peer: str) -> float:
-        """When the newest message was sent that this source is known to have."""
+    def silence(self, peer: str, since: float, now: float) -> float:
+        """Seconds since the newest message that this source is known to have. since: one of its fetches was sent."""
         known = self._peers.get(peer)
-        return known.confirmed if known is not None else 0.0
+        return now - max(since, known.confirmed if known is not None else 0.0)
+
+    def patience(self, peer: str) -> float:
+        """The silence after which a source counts as stalled."""
+        known, limits = self._peers.get(peer), self._limits
+        steps = known.step_seconds if known is not None else 0.0
+        return min(max(limits.silence, limits.silent_steps * steps), limits.max_silence)
 
     def read(self, peer: str, rank: int, blocks: int, seconds: float, now: float) -> None:
         """A rank has read a chunk."""
