@@ -422,12 +422,14 @@ class Load(_message.Message):
     def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_usage: _Optional[float] = ..., free_blocks: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., predicted_step_ms: _Optional[float] = ..., step_model: _Optional[_Union[StepModel, _Mapping]] = ..., draining: _Optional[bool] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., sources: _Optional[_Iterable[_Union[SourceSpeed, _Mapping]]] = ...) -> None: ...
 
 class SourceSpeed(_message.Message):
-    __slots__ = ("address", "per_token_ms")
+    __slots__ = ("address", "per_token_ms", "bytes_per_second")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     PER_TOKEN_MS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     address: str
     per_token_ms: float
-    def __init__(self, address: _Optional[str] = ..., per_token_ms: _Optional[float] = ...) -> None: ...
+    bytes_per_second: float
+    def __init__(self, address: _Optional[str] = ..., per_token_ms: _Optional[float] = ..., bytes_per_second: _Optional[float] = ...) -> None: ...
 
 class Counters(_message.Message):
     __slots__ = ("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "preemptions", "steps", "fetches", "fetches_failed", "fetched_bytes", "fetch_seconds", "grants", "not_finite", "idle_steps")

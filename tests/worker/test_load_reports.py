@@ -24,7 +24,7 @@ from headrace_worker.server.convert import tokens_to_compute
 from headrace_worker.server.outbox import Outbox
 from support.members import MEMBER, METADATA
 
-LOAD = LoadSnapshot(1, 0, 0.5, 8, 0, 0.01, StepCost(), SchedulerCounters(), FetchCounters(), 0, [])
+LOAD = LoadSnapshot(1, 0, 0.5, 8, 0, 0.01, StepCost(), SchedulerCounters(), FetchCounters(), 0, [], 4)
 
 
 def test_a_router_is_informed_of_what_others_have_sent() -> None:

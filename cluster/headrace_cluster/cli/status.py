@@ -106,6 +106,10 @@ def _show_replicas(replicas: list[dict[str, Any]]) -> None:
             notes.append(f"beside it generation {other['generation']}, {other['state']}{stage}")
         if entry.get("roll_failed"):
             notes.append(f"it was not rolled: {entry['roll_failed']}")
+        notes += [
+            f"reads KV blocks from {each['from']} by NIXL at {each['gb_per_second']:.2f} GB/s"
+            for each in entry.get("transfers", ())
+        ]
         for note in filter(None, notes):
             console.print(f"{entry['id']}: {note}")
 

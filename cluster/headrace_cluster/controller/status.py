@@ -108,6 +108,7 @@ def _replica(loop: ControlLoop, name: str, now: float) -> dict[str, Any]:
         ],
         "generation": build.name.generation if build is not None else loop.words.generations.get(name, 0),
         "note": _note(planner, name, now),
+        "transfers": _transfers(planner, health),
         "connected": build is not None and build.connected is not None,
         "beside": [
             {
@@ -198,6 +199,19 @@ def _load(health: replica_pb2.ReplicaHealth | None) -> dict[str, Any]:
     load = health.load if health is not None else replica_pb2.Load()
     usage = load.kv_usage if math.isfinite(load.kv_usage) else 0.0  # JSON has no other numbers
     return {"running": load.running, "waiting": load.waiting, "kv_usage": round(usage, 4)}
+
+
+def _transfers(planner: Planner, health: replica_pb2.ReplicaHealth | None) -> list[dict[str, Any]]:
+    """From which replicas this one has read KV blocks lately, and how fast."""
+    names = {build.started.address: build.replica_id for build in planner.builds.values() if build.started is not None}
+    return [
+        {
+            "from": names.get(source.address, source.address),
+            "gb_per_second": round(source.bytes_per_second / 1e9, 3),
+            "seconds_per_1000_tokens": round(source.per_token_ms, 6),
+        }
+        for source in (health.load.sources if health is not None else ())
+    ]
 
 
 def router_status(

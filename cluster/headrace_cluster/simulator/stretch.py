@@ -13,6 +13,7 @@ from headrace_cluster.simulator.latency_runner import LatencyRunner
 from headrace_cluster.simulator.replica_shape import OUTPUT_TOKEN
 from headrace_proto import replica_pb2 as pb
 from headrace_worker.core.engine import Engine, LoadSnapshot
+from headrace_worker.core.transfer.source_peers import SourceSpeed
 from headrace_worker.server.convert import to_source_speeds, to_step_model
 
 LEAST_STEPS = 3  # of a stretch
@@ -64,7 +65,7 @@ class ReportedStretch:
         load.step_model.CopyFrom(to_step_model(step.load.cost))
         if load.sources or step.load.source_speeds:
             del load.sources[:]
-            load.sources.extend(to_source_speeds(step.load.source_speeds))
+            load.sources.extend(to_source_speeds(step.load.source_speeds, step.load.block_size))
         return frame
 
     def last_frame(self, count: int) -> pb.ReplicaFrame | None:
@@ -144,7 +145,7 @@ class Stretch:
     def complete(self) -> bool:
         return self.done == len(self._seconds)
 
-    def begin_step(self, number: int, speeds: list[tuple[str, float]]) -> float:
+    def begin_step(self, number: int, speeds: list[SourceSpeed]) -> float:
         """The next one begins, as `Engine.step` would run it. Returns its seconds.
 
         number: of the replica. speeds: of transfers.

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from headrace_worker.core.transfer.exchange import Outbound
+from headrace_worker.core.transfer.grant import lease
 from headrace_worker.core.transfer.messages import Commit
 from support.simulation.world import InvariantViolation
 
@@ -29,11 +30,10 @@ class Invariants:
         """After a turn, which checks deadlines: no fetch is silent or runs for too long, no grant exceeds its lease."""
         fetcher, granter = self._replica.engine.exchange.fetcher, self._replica.engine.exchange.granter
         for fetch in fetcher._fetches.values():
-            silence = fetcher.peers.silence(fetch.peer, fetch.started, now)
-            if now >= fetch.deadline or silence > fetcher.peers.patience(fetch.peer):
+            if now >= fetch.deadline or fetcher.peers.is_silent(fetch.peer, fetch.started, now):
                 raise InvariantViolation(f"{self._replica.name} waits for fetch {fetch.number} beyond its time")
         for peer in {grant.peer for grant in granter._grants.values()}:
-            if now - granter._peers[peer].last_received > granter.limits.lease:
+            if now - granter._peers[peer].last_received > lease(granter._peers[peer].told):
                 raise InvariantViolation(f"{self._replica.name} holds grants of {peer} beyond their lease")
 
     def commits(self, outbound: Outbound) -> None:

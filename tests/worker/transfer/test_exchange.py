@@ -2,6 +2,8 @@
 
 import pytest
 
+from headrace_worker.core.transfer.fetch import patience
+from headrace_worker.core.transfer.grant import lease
 from headrace_worker.core.transfer.messages import Cancel, Commit, Done, FetchRequest, Granted, Offer, Renew, Renewed
 from headrace_worker.core.transfer.orders import Announce, ChunkRead, Connect, Disconnect, End, FetchOver
 from support.worker.engine_bench import make_bench
@@ -24,7 +26,7 @@ def test_a_grants_blocks_are_held_until_the_target_answers_or_its_lease_ends(end
         exchange.target_lost("there")
         exchange.tick()
         assert bench.kv.pool.used == 10
-        bench.clock.now += exchange.granter.limits.lease + 0.1
+        bench.clock.now += lease(0.0) + 0.1
         exchange.tick()
     else:
         exchange.receive_from_target("there", Done(1) if ends == "done" else Cancel(1))
@@ -38,7 +40,7 @@ def test_a_renewal_is_answered_and_extends_the_lease() -> None:
     exchange.connect_target("there", TARGET)
     exchange.receive_from_target("there", FetchRequest(1, b"", "", TOKENS, 0))
     for number in range(3):
-        bench.clock.now += exchange.granter.limits.lease - 0.1
+        bench.clock.now += lease(0.0) - 0.1
         exchange.receive_from_target("there", Renew(number))
         assert exchange.take_outbound().to_targets[-1] == ("there", Renewed(number, 0.0))
         exchange.tick()
@@ -56,7 +58,7 @@ def test_what_was_read_later_than_the_source_may_hold_it_is_not_used(late: bool)
     exchange.receive_from_source("there", Offer(1, 0, 0, 9, (tuple(range(1, 10)),), computed=True))
     exchange.receive_from_source("there", Commit(1, 0))
     exchange.take_orders(0)
-    bench.clock.now += exchange.fetcher.limits.max_silence + (0.1 if late else -0.1)
+    bench.clock.now += patience(0.0) + (0.1 if late else -0.1)
     exchange.handle_report(ChunkRead(0, 1, 0, good=True))
     assert exchange.fetcher.counters.done == (not late)
     assert bench.kv.pool.cached == (0 if late else 9) and bench.kv.pool.quarantined == (9 if late else 0)
@@ -70,7 +72,8 @@ def test_renewals_that_are_answered_keep_a_long_fetch() -> None:
     bench = make_bench()
     exchange = bench.engine.exchange
     exchange.connect_source("there", SOURCE)
-    assert exchange.begin(bench.request(TOKENS, source="there"), seconds_per_token=10.0)
+    assert exchange.begin(bench.request(TOKENS, source="there"), seconds_per_token=0.01)
+    exchange.fetcher._fetches[1].deadline = 1e9
     for _ in range(20):
         exchange.tick()
         for _, message in exchange.take_outbound().to_sources:
@@ -78,7 +81,7 @@ def test_renewals_that_are_answered_keep_a_long_fetch() -> None:
                 exchange.receive_from_source("there", Renewed(message.number, 0.0))
         bench.clock.now += 0.6
     assert len(exchange.fetcher) == 1
-    bench.clock.now += exchange.fetcher.limits.silence
+    bench.clock.now += patience(0.0)
     exchange.tick()
     assert not len(exchange.fetcher), "none was answered"
 
@@ -100,11 +103,11 @@ def test_the_measured_speed_of_a_source_reaches_the_load_and_the_limits() -> Non
         theirs = (tuple(range(1, blocks + 1)),)
         exchange.receive_from_source("there", Offer(message.fetch, 0, 0, blocks, theirs, computed=True))
         exchange.receive_from_source("there", Commit(message.fetch, 0))
-        exchange.handle_report(ChunkRead(0, message.fetch, 0, good=True, seconds=3.0 * blocks))
+        exchange.handle_report(ChunkRead(0, message.fetch, 0, good=True, num_bytes=10**6, seconds=3.0 * blocks))
         return float(message.timeout)
 
     assert begin(1000, seconds_per_token=1e-3) == limits.min_seconds, "the speed is not known yet"
-    assert bench.engine.load().source_speeds == [("there", 3.0 / size)]
+    assert bench.engine.load().source_speeds == [("there", 3.0, pytest.approx(1e6 / 24.0))]
     assert begin(1001, seconds_per_token=0.5) == limits.slowdown * 3.0 * blocks
     assert begin(1002, seconds_per_token=0.1) == limits.slowdown * limits.slowest * 0.1 * blocks * size, "may be wrong"
     assert begin(1003, seconds_per_token=1e-3, cached_only=True) == 0, "computing it here is faster"
@@ -117,14 +120,14 @@ def test_short_chunks_say_little_about_the_speed_of_long_ones_and_the_slowest_ra
     fetcher = make_bench().engine.exchange.fetcher
     peers = fetcher.peers
     peers.connected("there", 7)
-    peers.read("there", 0, 500, 0.35, 0.0)
+    peers.read("there", 0, (0.35, 500, 0), 0.0)
     for _ in range(3):
-        peers.read("there", 0, 2, 0.0214, 0.0)  # 20 ms of which are no matter of size
+        peers.read("there", 0, (0.0214, 2, 0), 0.0)  # 20 ms of which are no matter of size
     assert peers.block_seconds("there", 0.0) < 0.002
     for _ in range(30):
-        peers.read("there", 0, 500, 0.7, 0.0)
+        peers.read("there", 0, (0.7, 500, 0), 0.0)
     assert peers.block_seconds("there", 0.0) == pytest.approx(0.0014, rel=0.02), "it follows"
-    peers.read("there", 1, 100, 1.0, 0.0)
+    peers.read("there", 1, (1.0, 100, 0), 0.0)
     assert peers.block_seconds("there", 0.0) == pytest.approx(0.01)
     assert peers.block_seconds("there", fetcher.limits.speed_seconds) == 0.0
 
@@ -138,25 +141,26 @@ def test_a_source_that_was_silent_is_avoided() -> None:
         return bool(exchange.begin(bench.request(list(range(1, 40)), source=source), seconds_per_token=1e-3))
 
     assert begin("there")
-    bench.clock.now += limits.silence + 0.1
+    bench.clock.now += patience(0.0) + 0.1
     exchange.tick()
     assert not begin("there") and begin("elsewhere")
     bench.clock.now += limits.avoid_silent
     assert begin("there")
 
 
-@pytest.mark.parametrize(("per_token", "told", "step"), [(0.1, 0.0, 1.6), (1e-3, 1.6, 1.6), (1e-3, 100.0, 100.0)])
-def test_a_source_in_a_long_step_is_not_silent(per_token: float, told: float, step: float) -> None:
+@pytest.mark.parametrize(("per_token", "told", "step"), [(0.1, None, 1.6), (1e-3, 1.6, 1.6), (1e-3, 100.0, 100.0)])
+def test_a_source_in_a_long_step_is_not_silent(per_token: float, told: float | None, step: float) -> None:
     """It answers between its steps: a step may take as long as it says, or as one would take here."""
     bench = make_bench(budget=16)
-    exchange, limits = bench.engine.exchange, bench.engine.exchange.fetcher.limits
+    exchange = bench.engine.exchange
     exchange.connect_source("there", SOURCE)
     assert exchange.begin(bench.request(TOKENS, source="there"), seconds_per_token=per_token)
-    exchange.receive_from_source("there", Granted(1, 9, told))
+    if told is not None:
+        exchange.receive_from_source("there", Granted(1, 9, told))
     exchange.fetcher._fetches[1].deadline = 1e9
     began = bench.clock.now
     for over in (-0.1, 0.1):
-        bench.clock.now = began + min(limits.silent_steps * step, limits.max_silence) + over
+        bench.clock.now = began + patience(step) + over
         exchange.tick()
         assert len(exchange.fetcher) == (over < 0)
 

@@ -18,6 +18,8 @@ log = structlog.get_logger(__name__)
 
 IDLE_TICK = 0.25
 """Seconds between heartbeats of an idle loop."""
+BLOCKED_TICK = 0.005
+"""Seconds between attempts to start requests while none runs, since transfers hold the memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +135,8 @@ class EngineLoop:
     def _run_once(self) -> None:
         if not self._engine.has_work:
             self.commands.wait(IDLE_TICK)
+        elif self._engine.blocked:
+            self.commands.wait(BLOCKED_TICK)
         outputs = [output for command in self.commands.take() if (output := command(self._engine)) is not None]
         if self._engine.has_work or self._engine.exchange.busy:
             outputs += self._watched_step()

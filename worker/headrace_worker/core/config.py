@@ -127,6 +127,19 @@ class ReplicaSettings:
             ),
         ),
     ] = None
+    kv_transfer: Annotated[
+        str,
+        Field(
+            pattern=r"^[A-Za-z_]+(:[A-Za-z0-9_.:,-]+)?$",
+            description="how KV blocks move between replicas: a backend of NIXL, and after a colon the network devices "
+            "that it may use, with commas between; none = all",
+            json_schema_extra=flag(
+                "--kv-transfer",
+                values="BACKEND[:DEVICES]",
+                help="how KV blocks move: ucx, or for example ucx:mlx5_0:1",
+            ),
+        ),
+    ] = "ucx"
     async_scheduling: Annotated[
         Literal["auto", "on", "off"],
         Field(

@@ -19,6 +19,7 @@ from headrace_worker.core.step_runner import RunnerBrokenError, StepRunner
 from headrace_worker.core.transfer.exchange import TransferExchange
 from headrace_worker.core.transfer.fetch import FetchCounters
 from headrace_worker.core.transfer.orders import Order
+from headrace_worker.core.transfer.source_peers import SourceSpeed
 
 log = structlog.get_logger(__name__)
 
@@ -40,7 +41,8 @@ class LoadSnapshot:
     counters: SchedulerCounters
     fetches: FetchCounters
     grants: int
-    source_speeds: list[tuple[str, float]]  # address, seconds per token
+    source_speeds: list[SourceSpeed]
+    block_size: int  # tokens
 
 
 @dataclass(slots=True)
@@ -61,7 +63,9 @@ class Engine:
         self, scheduler: Scheduler, runner: StepRunner, clock: Callable[[], float], depth: int = 0, ranks: int = 1
     ) -> None:
         self.scheduler = scheduler
-        self.exchange = TransferExchange(scheduler, ranks, clock)
+        self.exchange = TransferExchange(
+            scheduler, ranks, clock, predict=lambda: (self.latency.cost.per_prefill_token, self.predicted_step)
+        )
         self.latency = StepLatency()
         self._runner = runner
         self._clock = clock
@@ -70,6 +74,7 @@ class Engine:
         self._requests: dict[bytes, Request] = {}
         self._failed_steps = 0
         self._last_collect = clock()
+        self.blocked = False  # the last step computed nothing, and nothing is in flight: it waits for memory
         self.predicted_step = 0.0  # seconds, of the newest step
         self.longest_step = 0.0  # seconds: the longest prediction of those that `step` may wait for
 
@@ -102,7 +107,7 @@ class Engine:
     def step(self) -> list[Output]:
         """Schedules and launches a step, and collects one that is due. Raises RunnerBrokenError."""
         if self.exchange.busy:
-            self.exchange.tick(self.latency.cost.per_prefill_token, self.predicted_step)
+            self.exchange.tick()
         outputs = self.scheduler.expire()
         scheduled = self.scheduler.schedule()
         orders: list[Order] = []
@@ -125,6 +130,7 @@ class Engine:
                 self._launched.append(_Launched(scheduled, handle, start, self.predicted_step))
                 if scheduled.guided:
                     outputs += self._draw(self._launched[-1])
+        self.blocked = scheduled is None and not self._launched
         if len(self._launched) > self._depth or (scheduled is None and self._launched):
             outputs += self._collect(self._launched.popleft())
         for output in outputs:
@@ -162,6 +168,7 @@ class Engine:
             fetches=self.exchange.fetcher.counters,
             grants=self.exchange.granter.granted,
             source_speeds=self.exchange.source_speeds(),
+            block_size=scheduler.kv.block_size,
         )
 
     def take_cache_changes(self) -> list[CacheChange]:

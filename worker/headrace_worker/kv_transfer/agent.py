@@ -25,6 +25,10 @@ class TransfersUnavailableError(HeadraceError):
     """NIXL cannot be used here."""
 
 
+class UnknownBackendError(HeadraceError):
+    """NIXL has no such backend."""
+
+
 class ReadFailedError(HeadraceError):
     """Another rank's memory cannot be read."""
 
@@ -75,18 +79,31 @@ class Reading:
 class KvAgent:
     """For one thread."""
 
-    def __init__(self, name: str, tensors: Sequence[Tensor]) -> None:
-        """name: of no other agent. tensors: contiguous, on one device. Raises TransfersUnavailableError."""
+    def __init__(self, name: str, tensors: Sequence[Tensor], transport: str = "ucx") -> None:
+        """name: of no other agent. tensors: contiguous, on one device. transport: as in `ReplicaSettings.kv_transfer`.
+
+        Raises TransfersUnavailableError, UnknownBackendError.
+        """
         nixl = load_nixl()
+        backend, _, devices = transport.partition(":")
+        if devices:
+            os.environ["UCX_NET_DEVICES"] = devices  # UCX reads it when the agent is made
         device = tensors[0].device
         self._tensors = list(tensors)  # kept as long as they can be read
         self._memory, self._index = ("DRAM", 0) if device.type == "cpu" else ("VRAM", device.index)
         try:
-            self._agent = nixl.nixl_agent(name, nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
+            self._agent = nixl.nixl_agent(name, nixl.nixl_agent_config(enable_prog_thread=False, backends=[]))
+            if backend.upper() not in self._agent.get_plugin_list():
+                known = ", ".join(self._agent.get_plugin_list()).lower()
+                raise UnknownBackendError(f"--kv-transfer {transport}: NIXL has no such backend here, but {known}.")
+            self._agent.create_backend(backend.upper())
             self._registered = self._agent.register_memory(self._tensors)
+        except UnknownBackendError:
+            raise
         except Exception as error:
             raise TransfersUnavailableError(
-                f"NIXL cannot register the KV cache: {str(error)[:200]}. Serve without pools for prefill and decode."
+                f"NIXL cannot register the KV cache (--kv-transfer {transport}): {str(error)[:200]}. Serve without "
+                "pools for prefill and decode."
             ) from error
         self.metadata: bytes = self._agent.get_agent_metadata()
         self._uses: Counter[str] = Counter()

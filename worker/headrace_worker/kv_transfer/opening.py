@@ -1,6 +1,8 @@
 """A rank's transfer worker at the start: its agent, and where the memory of all ranks of the replica is."""
 
 import base64
+import ipaddress
+import socket
 from collections.abc import Callable, Mapping
 from uuid import uuid4
 
@@ -8,6 +10,7 @@ import msgspec
 import torch
 
 from headrace_proto.role import Role
+from headrace_worker.comm.interface import rank_host
 from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.core.transfer.orders import TransferReport
 from headrace_worker.core.transfer.shards import RankShard
@@ -28,13 +31,14 @@ def open_transfers(
 ) -> tuple[TransferWorker | None, str]:
     """The worker, None where NIXL cannot be used; and a sentence for the start. All ranks call this.
 
-    caches: of this rank's layers. Raises TransfersUnavailableError for a replica of a pool.
+    caches: of this rank's layers. Raises TransfersUnavailableError for a replica of a pool, UnknownBackendError.
     """
     rank = team.topology.rank if team is not None else 0
     shards = kv_shards(model.config, model.dtype_name, config.block_size, model.dtype.itemsize, config.tp, config.pp)
     agent, reason = None, ""
     try:
-        agent = KvAgent(f"{config.replica_id}-{rank}-{uuid4().hex}", [cache.pool for cache in caches.values()])
+        pools = list({cache.pool.data_ptr(): cache.pool for cache in caches.values()}.values())
+        agent = KvAgent(f"{config.replica_id}-{rank}-{uuid4().hex}", pools, transport_of(config))
     except TransfersUnavailableError as error:
         reason = str(error)
     mine = _with_memory(shards.ranks[rank], agent, caches, model.device.torch_device)
@@ -49,7 +53,15 @@ def open_transfers(
             raise TransfersUnavailableError(reason)
         return None, reason
     check = team.detector.check if team is not None else lambda: None
-    return TransferWorker(rank, shards, agent, model.device, report, check), "KV blocks move by NIXL (UCX)."
+    return TransferWorker(
+        rank, shards, agent, model.device, report, check
+    ), f"KV blocks move by NIXL ({transport_of(config)})."
+
+
+def transport_of(config: ReplicaConfig) -> str:
+    """On loopback nothing listens on other interfaces: whoever reaches a port of UCX can read the cache."""
+    is_local = ipaddress.ip_address(socket.gethostbyname(rank_host(config))).is_loopback
+    return f"{config.kv_transfer}:lo" if is_local and ":" not in config.kv_transfer else config.kv_transfer
 
 
 def _with_memory(

@@ -12,6 +12,7 @@ from headrace_worker.core.latency import StepCost
 from headrace_worker.core.plan import RowSampling, SampledLogprobs
 from headrace_worker.core.request import Finish, Output, Request
 from headrace_worker.core.request_times import AttemptTimes
+from headrace_worker.core.transfer.source_peers import SourceSpeed
 
 _FINISH = {
     Finish.STOP: pb.FINISH_STOP,
@@ -214,9 +215,15 @@ def to_step_model(cost: StepCost) -> pb.StepModel:
     )
 
 
-def to_source_speeds(speeds: Sequence[tuple[str, float]]) -> list[pb.SourceSpeed]:
-    """speeds: addresses, with seconds per token."""
-    return [pb.SourceSpeed(address=address, per_token_ms=seconds * 1e3) for address, seconds in speeds]
+def to_source_speeds(speeds: Sequence[SourceSpeed], block_size: int) -> list[pb.SourceSpeed]:
+    return [
+        pb.SourceSpeed(
+            address=speed.address,
+            per_token_ms=speed.block_seconds / block_size * 1e3,
+            bytes_per_second=speed.bytes_per_second,
+        )
+        for speed in speeds
+    ]
 
 
 def to_load(
@@ -249,5 +256,5 @@ def to_load(
             grants=load.grants,
             idle_steps=idle_steps,
         ),
-        sources=to_source_speeds(load.source_speeds),
+        sources=to_source_speeds(load.source_speeds, load.block_size),
     )

@@ -12,6 +12,7 @@ from headrace_worker.core.transfer.grant import GrantLimits
 from headrace_worker.core.transfer.granting import Granter
 from headrace_worker.core.transfer.messages import FromSource, ToSource
 from headrace_worker.core.transfer.orders import Connect, Order, TransferReport
+from headrace_worker.core.transfer.source_peers import SourceSpeed
 
 
 class Outbound(Struct):
@@ -35,9 +36,11 @@ class TransferExchange:
         clock: Callable[[], float],
         fetch_limits: FetchLimits | None = None,
         grant_limits: GrantLimits | None = None,
+        predict: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0),
     ) -> None:
+        """predict: seconds to compute a token here, and those of the newest step; 0 = not known yet."""
         self.fetcher = Fetcher(scheduler.kv, ranks, scheduler.limits.max_num_batched_tokens, fetch_limits)
-        self.granter = Granter(scheduler, grant_limits)
+        self.granter = Granter(scheduler, predict, grant_limits)
         self.moves_blocks = True  # whether this replica's ranks can read others' memory
         self._scheduler = scheduler
         self._clock = clock
@@ -56,15 +59,12 @@ class TransferExchange:
         """Whether prompts of other replicas are computed here from now on; those already granted are."""
         self.granter.computes_for_others = enabled
 
-    def tick(self, seconds_per_token: float = 0.0, step_seconds: float = 0.0) -> None:
-        """Called at the beginning of a step: queues the requests whose fetch has ended.
-
-        Predicted: the time to compute a token here, and that of the newest step.
-        """
+    def tick(self) -> None:
+        """Called at the beginning of a step: queues the requests whose fetch has ended."""
         now = self._clock()
         for request in self.fetcher.tick(now):
             self._scheduler.add(request)
-        self.granter.tick(now, seconds_per_token, step_seconds)
+        self.granter.tick(now)
 
     def begin(self, request: Request, seconds_per_token: float) -> bool:
         """Starts a fetch if the request has a source. False: the caller must queue the request."""
@@ -106,10 +106,9 @@ class TransferExchange:
     def connect_target(self, target: str, order: Connect) -> None:
         self.granter.connect(target, order, self._clock())
 
-    def source_speeds(self) -> list[tuple[str, float]]:
-        """Sources whose speed is known, and the seconds that reading a token's part of the cache takes from them."""
-        size = self._scheduler.kv.block_size
-        return [(peer, seconds / size) for peer, seconds in self.fetcher.peers.speeds(self._clock())]
+    def source_speeds(self) -> list[SourceSpeed]:
+        """Of the sources of which it is known."""
+        return self.fetcher.peers.speeds(self._clock())
 
     def handle_report(self, report: TransferReport) -> None:
         """Handles a report of any rank's transfer worker."""

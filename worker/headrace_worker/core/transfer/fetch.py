@@ -8,14 +8,18 @@ from headrace_worker.core.transfer.messages import Offer
 from headrace_worker.core.transfer.shards import Span
 
 
+def patience(step_seconds: float) -> float:
+    """Seconds without a message of a source whose steps take so long, after which it counts as stalled, and what is
+    read as invalid: it answers between steps, after up to two. Its lease is longer.
+    """
+    return min(max(2.0, 6 * step_seconds), 20.0)
+
+
 @dataclass(frozen=True, slots=True)
 class FetchLimits:
     """Times in seconds, on this replica's clock."""
 
     min_blocks: int = 2  # fewer are computed locally
-    silence: float = 2.0  # since the newest message that the source is known to have, until it counts as stalled
-    silent_steps: float = 6.0  # the same, as a multiple of the time of its steps: it answers after up to two
-    max_silence: float = 20.0  # upper bound, and of what is still valid: less than the source's lease
     min_seconds: float = 2.0  # lower bound of a fetch's time limit
     slowest: float = 4.0  # a transfer's time as it counts for the limit, as a multiple of the local time
     max_seconds: float = 600.0  # upper bound of a fetch's time limit

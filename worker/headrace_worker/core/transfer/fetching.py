@@ -6,9 +6,9 @@
 
 A fetch only fills the prefix cache: whatever its result, the request is queued afterwards and starts from what is
 cached. What was read is valid if the source held it then: a source holds the blocks of a fetch until it is told that
-the fetch is over, or for its lease after the newest message that it has. So they are usable only within a time that is
-less than the lease of a message that it is known to have. Blocks that a rank may still write are quarantined until
-every rank has reported that the fetch is over.
+the fetch is over, or for its lease after the newest message that it has. So they are usable only within `patience`,
+which is less, of a message that it is known to have. Blocks that a rank may still write are quarantined until every
+rank has reported that the fetch is over.
 """
 
 from collections import Counter
@@ -201,13 +201,14 @@ class Fetcher:
             return
         chunk = fetch.chunks[report.chunk]
         chunk.missing.discard(report.rank)
-        self.peers.read(fetch.peer, report.rank, chunk.stop - chunk.first, report.seconds, now)
+        read = report.seconds, chunk.stop - chunk.first, report.num_bytes
+        self.peers.read(fetch.peer, report.rank, read, now)
         self._finish_if_complete(fetch, now)
 
     def tick(self, now: float) -> list[Request]:
         """Handles timeouts and renewals; returns the requests to queue now."""
         for fetch in list(self._fetches.values()):
-            silent = self.peers.silence(fetch.peer, fetch.started, now) > self.peers.patience(fetch.peer)
+            silent = self.peers.is_silent(fetch.peer, fetch.started, now)
             if silent:  # or each of its requests would wait as long
                 self.peers.avoid(fetch.peer, now, self.limits.avoid_silent)
             if silent or now >= fetch.deadline:
@@ -240,14 +241,10 @@ class Fetcher:
             return
         fetch.reserved = [self._kv.pool.allocate(count) for count in counts]
 
-    def _is_expired(self, fetch: Fetch, now: float) -> bool:
-        """Whether the source may have released what was read before it was."""
-        return self.peers.silence(fetch.peer, fetch.started, now) > self.limits.max_silence
-
     def _finish_if_complete(self, fetch: Fetch, now: float) -> None:
         if fetch.usable < fetch.blocks:
             return
-        if self._is_expired(fetch, now):
+        if self.peers.is_silent(fetch.peer, fetch.started, now):
             self._fail(fetch, now, notify=True)
             return
         self.counters.done += 1
@@ -270,7 +267,9 @@ class Fetcher:
             del self.waiting_of[tenant]
         if notify:
             self.messages.append((fetch.peer, Cancel(fetch.number)))
-        usable = fetch.local_blocks if self._is_expired(fetch, now) else fetch.usable
+        # What was read may have been released before, if the source has not answered for long.
+        silent = self.peers.is_silent(fetch.peer, fetch.started, now)
+        usable = fetch.local_blocks if silent else fetch.usable
         unsafe: list[int] = []
         size = self._kv.block_size
         fetch.request.fetched = Fetched(fetch.local_blocks * size, usable * size, fetch.cached_in(usable) * size)

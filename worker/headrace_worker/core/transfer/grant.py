@@ -4,15 +4,21 @@ from dataclasses import dataclass, field
 
 from headrace_worker.core.kv.manager import BlockTable
 from headrace_worker.core.request import Request
+from headrace_worker.core.transfer.fetch import patience
 from headrace_worker.core.transfer.shards import Span
+
+
+def lease(step_seconds: float) -> float:
+    """Seconds since the newest message of a target, until its grants end. step_seconds: the longest that it was told.
+
+    Longer than the target waits for an answer, and uses what it reads.
+    """
+    return 1.5 * patience(step_seconds) + 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class GrantLimits:
-    """Times in seconds, on this replica's clock."""
-
     max_grants: int = 64  # at a time; of a tenant with less than its part up to twice as many
-    lease: float = 30.0  # since the newest message of the target, until its grants end
     watermark: float = 0.05  # share of the pool that grants leave to running requests
 
 

@@ -12,7 +12,7 @@ is lost. The target does not use what it reads later.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from headrace_worker.core.fair_shares import has_place
@@ -20,7 +20,7 @@ from headrace_worker.core.kv.manager import KVManager, PrefixHit
 from headrace_worker.core.plan import RowSampling
 from headrace_worker.core.request import Finish, Request
 from headrace_worker.core.scheduler import Scheduler
-from headrace_worker.core.transfer.grant import Grant, GrantLimits
+from headrace_worker.core.transfer.grant import Grant, GrantLimits, lease
 from headrace_worker.core.transfer.messages import (
     Cancel,
     Commit,
@@ -43,17 +43,21 @@ from headrace_worker.core.transfer.shards import wanted_blocks
 class _Peer:
     number: int  # in orders
     last_received: float
+    told: float = 0.0  # the longest time of a step that it was told
     lost: bool = False  # it is forgotten when its last grant ends
 
 
 class Granter:
     """All grants of one replica. Not thread-safe: the step loop owns it."""
 
-    def __init__(self, scheduler: Scheduler, limits: GrantLimits | None = None) -> None:
+    def __init__(
+        self, scheduler: Scheduler, predict: Callable[[], tuple[float, float]], limits: GrantLimits | None = None
+    ) -> None:
+        """predict: seconds to compute a token here, and those of the newest step; 0 = not known yet."""
         self.limits = limits or GrantLimits()
         self.granted = 0  # since boot
         self.computes_for_others = True  # depends on the replica's role
-        self._seconds_per_token = self._step_seconds = 0.0  # as predicted now; 0 = not known yet
+        self._predict = predict
         self.orders: list[Order] = []
         self.messages: list[tuple[str, FromSource]] = []
         self._scheduler = scheduler
@@ -89,18 +93,17 @@ class Granter:
             case FetchRequest():
                 self._handle_request(peer, message, now)
             case Renew(number):
-                self.messages.append((peer, Renewed(number, self._step_seconds)))
+                self.messages.append((peer, Renewed(number, self._tell_step(known))))
             case Cancel(fetch) | Done(fetch):
                 grant = self._grants.get((peer, fetch))
                 if grant is not None:
                     self._end(grant)
 
-    def tick(self, now: float, seconds_per_token: float, step_seconds: float) -> None:
-        """Handles expired leases. Predicted: the time to compute a token here, and that of the newest step."""
-        self._seconds_per_token = seconds_per_token
-        self._step_seconds = max(step_seconds, seconds_per_token * self._scheduler.limits.max_num_batched_tokens)
+    def tick(self, now: float) -> None:
+        """Handles expired leases."""
         for grant in list(self._grants.values()):
-            if now - self._peers[grant.peer].last_received > self.limits.lease:
+            known = self._peers[grant.peer]
+            if now - known.last_received > lease(known.told):
                 self._end(grant)
 
     def planned(self, step: int) -> None:
@@ -176,9 +179,16 @@ class Granter:
             self._scheduler.add(grant.request)
         self.granted += 1
         self._grants[peer, message.fetch] = grant
-        self.messages.append((peer, Granted(message.fetch, blocks, self._step_seconds)))
+        self.messages.append((peer, Granted(message.fetch, blocks, self._tell_step(self._peers[peer]))))
         if complete:
             self._offer(grant, hit.tables, blocks, 0)
+
+    def _tell_step(self, known: _Peer) -> float:
+        """What a target is told: the seconds that a step may take."""
+        per_token, step = self._predict()
+        step = max(step, per_token * self._scheduler.limits.max_num_batched_tokens)
+        known.told = max(known.told, step)
+        return step
 
     def _has_room(self, hit: PrefixHit, tokens: int) -> bool:
         """Whether there are enough blocks for one more prompt, beside those of grants that are queued."""
@@ -204,7 +214,7 @@ class Granter:
         if not tokens or tokens % size or not 0 <= message.held < tokens // size:
             return "a fetch is for whole blocks, at least one"
         ahead = self._scheduler.missing_tokens + tokens - message.held * size
-        if not message.cached_only and message.timeout and ahead * self._seconds_per_token > message.timeout:
+        if not message.cached_only and message.timeout and ahead * self._predict()[0] > message.timeout:
             return "the source's queue is too long"
         return ""
 

@@ -2,10 +2,21 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from headrace_worker.core.transfer.fetch import FetchLimits
+from headrace_worker.core.transfer.fetch import FetchLimits, patience
 
 _OLDER = 0.8  # weight of earlier chunks beside the newest one
+
+Reads = tuple[float, float, float]  # seconds, blocks, bytes
+
+
+class SourceSpeed(NamedTuple):
+    """How fast a source was read lately."""
+
+    address: str
+    block_seconds: float  # of the slowest rank: a block is there when all have read their part
+    bytes_per_second: float  # of all ranks
 
 
 @dataclass(slots=True)
@@ -16,7 +27,7 @@ class _Peer:
     next_renewal: float = 0.0
     step_seconds: float = 0.0  # that a step of it may take
     confirmed: float = 0.0  # when the newest message was sent that the source is known to have
-    reads: dict[int, tuple[float, float]] = field(default_factory=dict)  # recent seconds and blocks, by rank
+    reads: dict[int, Reads] = field(default_factory=dict)  # recent ones, by rank
     measured: float = 0.0
 
 
@@ -76,8 +87,8 @@ class SourcePeers:
         return due
 
     def set_step(self, peer: str, seconds: float) -> None:
-        """The source says how long a step may take there; 0 = it does not know."""
-        if seconds and (known := self._peers.get(peer)) is not None:
+        """The source says how long a step may take there."""
+        if (known := self._peers.get(peer)) is not None:
             known.step_seconds = seconds
 
     def answered(self, peer: str, number: int) -> None:
@@ -86,32 +97,30 @@ class SourcePeers:
             known.confirmed = known.renewed[number]
             known.renewed = {other: sent for other, sent in known.renewed.items() if other > number}
 
-    def silence(self, peer: str, since: float, now: float) -> float:
-        """Seconds since the newest message that this source is known to have. since: one of its fetches was sent."""
-        known = self._peers.get(peer)
-        return now - max(since, known.confirmed if known is not None else 0.0)
+    def is_silent(self, peer: str, since: float, now: float) -> bool:
+        """Whether this source has not answered for too long. since: when one of its fetches was sent."""
+        known = self._peers.get(peer, _Peer())
+        return now - max(since, known.confirmed) > patience(known.step_seconds)
 
-    def patience(self, peer: str) -> float:
-        """The silence after which a source counts as stalled."""
-        known, limits = self._peers.get(peer), self._limits
-        steps = known.step_seconds if known is not None else 0.0
-        return min(max(limits.silence, limits.silent_steps * steps), limits.max_silence)
-
-    def read(self, peer: str, rank: int, blocks: int, seconds: float, now: float) -> None:
+    def read(self, peer: str, rank: int, chunk: Reads, now: float) -> None:
         """A rank has read a chunk."""
-        if (known := self._peers.get(peer)) is not None and blocks > 0:
-            spent, done = known.reads.get(rank, (0.0, 0.0))
-            known.reads[rank] = _OLDER * spent + seconds, _OLDER * done + blocks
+        if (known := self._peers.get(peer)) is not None and chunk[1] > 0:
+            seconds, blocks, size = known.reads.get(rank, (0.0, 0.0, 0.0))
+            known.reads[rank] = _OLDER * seconds + chunk[0], _OLDER * blocks + chunk[1], _OLDER * size + chunk[2]
             known.measured = now
 
     def block_seconds(self, peer: str, now: float) -> float:
         """Of a source; 0 = not known."""
-        return dict(self.speeds(now)).get(peer, 0.0)
+        return next((speed.block_seconds for speed in self.speeds(now) if speed.address == peer), 0.0)
 
-    def speeds(self, now: float) -> list[tuple[str, float]]:
-        """The sources of which the seconds per block are known: those of the slowest rank, since all must read."""
+    def speeds(self, now: float) -> list[SourceSpeed]:
+        """Of the sources of which it is known."""
         return [
-            (peer, max(spent / done for spent, done in known.reads.values()))
+            SourceSpeed(
+                peer,
+                max(seconds / blocks for seconds, blocks, _ in known.reads.values()),
+                sum(size / max(seconds, 1e-9) for seconds, _, size in known.reads.values()),
+            )
             for peer, known in self._peers.items()
             if known.reads and now - known.measured < self._limits.speed_seconds
         ]
