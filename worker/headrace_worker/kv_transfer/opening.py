@@ -1,16 +1,16 @@
 """A rank's transfer worker at the start: its agent, and where the memory of all ranks of the replica is."""
 
 import base64
-import ipaddress
-import socket
+import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from uuid import uuid4
 
 import msgspec
 import torch
 
 from headrace_proto.role import Role
-from headrace_worker.comm.interface import rank_host
+from headrace_worker.comm.interface import interface_of, rank_host
 from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.core.transfer.orders import TransferReport
 from headrace_worker.core.transfer.shards import RankShard
@@ -59,9 +59,16 @@ def open_transfers(
 
 
 def transport_of(config: ReplicaConfig) -> str:
-    """On loopback nothing listens on other interfaces: whoever reaches a port of UCX can read the cache."""
-    is_local = ipaddress.ip_address(socket.gethostbyname(rank_host(config))).is_loopback
-    return f"{config.kv_transfer}:lo" if is_local and ":" not in config.kv_transfer else config.kv_transfer
+    """With the devices that UCX may use: the interface of rank traffic, since its ports have no password, and RDMA.
+
+    Raises RendezvousError.
+    """
+    if ":" in config.kv_transfer or os.environ.get("UCX_NET_DEVICES"):
+        return config.kv_transfer
+    interface = interface_of(rank_host(config))
+    ports = [] if interface == "lo" else sorted(Path("/sys/class/infiniband").glob("*/ports/*"))
+    devices = [interface, *(f"{port.parts[-3]}:{port.name}" for port in ports)]
+    return f"{config.kv_transfer}:{','.join(devices)}"
 
 
 def _with_memory(

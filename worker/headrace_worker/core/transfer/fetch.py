@@ -21,9 +21,8 @@ class FetchLimits:
 
     min_blocks: int = 2  # fewer are computed locally
     min_seconds: float = 2.0  # lower bound of a fetch's time limit
-    slowest: float = 4.0  # a transfer's time as it counts for the limit, as a multiple of the local time
     max_seconds: float = 600.0  # upper bound of a fetch's time limit
-    slowdown: float = 4.0  # the time limit, as a multiple of the local time for the blocks or of their transfer
+    slowdown: float = 4.0  # the time limit, as a multiple of the time to compute the blocks here
     deadline_share: float = 0.5  # upper bound, as a share of the time until the request's deadline
     renew: float = 0.5  # between two renewals to a source
     avoid: float = 1.0  # during which a lost source is not used
@@ -31,9 +30,9 @@ class FetchLimits:
     speed_seconds: float = 60.0  # that a source's measured speed counts: one that was slow is tried again
     watermark: float = 0.05  # share of the pool that reservations leave to running requests
 
-    def timeout(self, predicted_seconds: float, until_deadline: float | None) -> float:
-        """Seconds that a fetch may take, by those to compute or to read the blocks, and those left to the request."""
-        timeout = min(max(self.min_seconds, self.slowdown * predicted_seconds), self.max_seconds)
+    def timeout(self, local_seconds: float, until_deadline: float | None) -> float:
+        """Seconds that a fetch may take, by those to compute the blocks here, and those left to the request."""
+        timeout = min(max(self.min_seconds, self.slowdown * local_seconds), self.max_seconds)
         return timeout if until_deadline is None else min(timeout, self.deadline_share * until_deadline)
 
 

@@ -85,11 +85,9 @@ class Fetcher:
             return False
         local_seconds = (queued + (blocks - have) * kv.block_size) * seconds_per_token
         transfer_seconds = (blocks - have) * self.peers.block_seconds(peer, now)
-        if request.cached_only and transfer_seconds >= local_seconds > 0:
-            return False
-        # What was measured of a source may not keep the request for much longer than computing here.
-        slower = max(local_seconds, min(transfer_seconds, limits.slowest * local_seconds))
-        timeout = limits.timeout(slower, None if request.deadline is None else request.deadline - now)
+        if transfer_seconds >= local_seconds > 0:
+            return False  # a router that had no measurement yet chose the source
+        timeout = limits.timeout(local_seconds, None if request.deadline is None else request.deadline - now)
         if timeout <= 0:
             return False  # the request expires in the queue
         if peer in self.close_peers:
