@@ -49,8 +49,8 @@ _NAMES = {
     ("--kv-cache-dtype", "--cache-type-k", "--cache-type-v"): _DTYPE,
     ("--disaggregation-mode", "--pd-disaggregation"): "--prefill N --decode M",
     ("--kv-transfer-config", "--disaggregation-transfer-backend"): (
-        "KV blocks move by NIXL between all replicas; leave it out, or --kv-transfer BACKEND[:DEVICES] (pools: --prefill N "
-        "--decode M)"
+        "KV blocks move by NIXL between all replicas; leave it out, or --kv-transfer BACKEND[:DEVICES] (pools: "
+        "--prefill N --decode M)"
     ),
     ("--router-mode", "--routing-logic", "--router-policy", "--load-balance-method"): "--policy",
     ("--router-kv-overlap-score-weight", "--kv-overlap-score-weight", "--router-temperature"): _PLACED,
