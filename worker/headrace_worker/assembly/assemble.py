@@ -11,7 +11,7 @@ from headrace_worker.assembly.command_queue import CommandQueue
 from headrace_worker.assembly.step_memory import measure_step_memory
 from headrace_worker.assembly.step_thread import ThreadRunner
 from headrace_worker.assembly.stepping import choose_depth, choose_recorder, loop_note, record_steps
-from headrace_worker.assembly.transfer_reports import to_commands
+from headrace_worker.assembly.transfers import open_transfers, to_commands
 from headrace_worker.comm.parallel_context import SINGLE
 from headrace_worker.core.config import LOCAL_CACHE_KEY, ReplicaConfig
 from headrace_worker.core.engine import Engine
@@ -24,7 +24,6 @@ from headrace_worker.core.step_runner import StepRunner
 from headrace_worker.core.transfer.orders import TransferReport
 from headrace_worker.device.choice import open_device, use_threads
 from headrace_worker.device.rank_device import RankDevice
-from headrace_worker.kv_transfer.opening import open_transfers
 from headrace_worker.kv_transfer.transfer_worker import TransferWorker
 from headrace_worker.model.load import LoadedModel, load
 from headrace_worker.profiling.profiler import StepProfiler

@@ -130,7 +130,7 @@ class ReplicaSettings:
     kv_transfer: Annotated[
         str,
         Field(
-            pattern=r"^[A-Za-z_]+(:[A-Za-z0-9_.:,-]+)?$",
+            pattern=r"^\w+(:[\w.:,-]+)?$",
             description="how KV blocks move between replicas: a backend of NIXL, and after a colon the network devices "
             "that it may use, with commas between; none = all",
             json_schema_extra=flag(

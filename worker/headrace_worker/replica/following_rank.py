@@ -2,7 +2,7 @@
 
 from headrace_worker.assembly.assemble import assemble_part
 from headrace_worker.assembly.stepping import choose_recorder
-from headrace_worker.assembly.transfer_reports import to_rank_0
+from headrace_worker.assembly.transfers import to_rank_0
 from headrace_worker.core.config import ReplicaConfig, ReplicaStarted
 from headrace_worker.core.progress import Progress
 from headrace_worker.profiling.profiler import StepProfiler

@@ -5,7 +5,7 @@ from headrace_proto.role import Role
 from headrace_worker.assembly.assemble import assemble
 from headrace_worker.assembly.loop import EngineLoop
 from headrace_worker.assembly.step_watch import StepWatch
-from headrace_worker.assembly.transfer_reports import forward_notes
+from headrace_worker.assembly.transfers import forward_notes
 from headrace_worker.core.config import ReplicaConfig, ReplicaStarted
 from headrace_worker.core.progress import Progress
 from headrace_worker.core.step_runner import RunnerBrokenError

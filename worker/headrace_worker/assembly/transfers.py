@@ -1,4 +1,4 @@
-"""A rank's transfer worker at the start: its agent, and where the memory of all ranks of the replica is."""
+"""A rank's transfer worker: its start, with the memory of all ranks of the replica, and its reports to rank 0."""
 
 import base64
 import os
@@ -10,6 +10,8 @@ import msgspec
 import torch
 
 from headrace_proto.role import Role
+from headrace_worker.assembly.command_queue import CommandQueue
+from headrace_worker.comm.failure_detection import FailureDetector
 from headrace_worker.comm.interface import interface_of, rank_host
 from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.core.transfer.orders import TransferReport
@@ -20,6 +22,9 @@ from headrace_worker.model.attention import LayerCache
 from headrace_worker.model.kv_shards import kv_shards
 from headrace_worker.model.load import LoadedModel
 from headrace_worker.ranks.team import Team
+
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(TransferReport).decode
 
 
 def open_transfers(
@@ -81,3 +86,19 @@ def _with_memory(
     )
     index = -1 if device.type == "cpu" else device.index
     return msgspec.structs.replace(shard, agent=agent.metadata, addresses=addresses, device=index)
+
+
+def to_commands(commands: CommandQueue) -> Callable[[TransferReport], None]:
+    """For rank 0's transfer worker."""
+    return lambda report: commands.exchange(lambda exchange: exchange.handle_report(report))
+
+
+def to_rank_0(detector: FailureDetector) -> Callable[[TransferReport], None]:
+    """For any other rank's transfer worker."""
+    return lambda report: detector.notify_rank_0(_encode(report))
+
+
+def forward_notes(detector: FailureDetector, commands: CommandQueue) -> None:
+    """Passes the reports of the other ranks to the step loop of rank 0."""
+    handle = to_commands(commands)
+    detector.on_notice(lambda note: handle(_decode(note)))
