@@ -91,7 +91,7 @@ class RouterSettings(BaseModel):
         json_schema_extra=flag("--migration-limit"),
     )
     disaggregation: Mode = Field(
-        default="auto",
+        default="shared",
         description="prefill replicas compute prompts where that is faster (shared: and answer), or all prompts",
         json_schema_extra=flag("--disaggregation"),
     )

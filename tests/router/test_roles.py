@@ -46,7 +46,7 @@ def test_new_requests_are_placed_elsewhere_and_streams_continue(
     harness: Any, make_replica: Any, eventually: Any, change: tuple[Role, ReplicaState]
 ) -> None:
     leaving, staying = make_replica(replica_id="leaving", token_seconds=0.03), make_replica(replica_id="staying")
-    harness.start([leaving, staying])
+    harness.start([leaving, staying], disaggregation="auto")
     ready = (ROLE_BOTH, REPLICA_STATE_READY)
     _set_members(harness, ready, (ROLE_PREFILL, REPLICA_STATE_READY))
     answers: list[httpx.Response] = []

@@ -146,13 +146,13 @@ def test_a_full_queue_has_a_place_for_another_tenant() -> None:
 
 def test_grants_of_one_tenant_leave_places_to_another() -> None:
     granter = make_bench(num_blocks=4096).engine.exchange.granter
-    granter.connect("there", Connect(1, (), (), reads=False), 0.0)
+    granter.connect("there", Connect(1, (), (), reads=False))
     places = granter.limits.max_grants
 
     def granted(tenant: bytes, count: int) -> int:
         for number in range(count):
             fetch = FetchRequest(len(tenant) * 1000 + number, tenant, "", prompt_of(number, 8), 0)
-            granter.receive("there", fetch, 0.0)
+            granter.receive("there", fetch)
         answers, granter.messages = granter.messages, []
         return sum(isinstance(answer, Granted) for _, answer in answers)
 

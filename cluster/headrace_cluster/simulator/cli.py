@@ -33,7 +33,7 @@ def simulate(
     disaggregation: Annotated[
         Mode,
         typer.Option("--disaggregation", help="Of each request: auto, shared, always or off."),
-    ] = "auto",
+    ] = "shared",
     routers: Annotated[int, typer.Option("--routers", min=1, help="Requests take turns among them.")] = 1,
     models: Annotated[
         int, typer.Option("--models", min=1, help="Each with its own replicas; requests take turns among them.")

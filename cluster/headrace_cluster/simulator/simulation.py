@@ -37,7 +37,7 @@ class Setup:
     models: int = 1  # each with the same number of replicas; requests take turns
     cache_blocks: int = 0  # of each replica; 0 = what the latency model's machine has
     block_size: int = 0  # tokens; 0 = the trace's
-    disaggregation: Mode = "auto"
+    disaggregation: Mode = "shared"
     noise: float = 0.03  # standard deviation of a step's time
     spread: float = 0.0  # replicas differ in speed by up to this share
     network: float = 0.0003  # seconds of a message

@@ -120,7 +120,7 @@ class Transfers:
     def _report(self, report: TransferReport) -> None:
         owner = self._owner
         if owner.alive:
-            owner.command(lambda: owner.engine.exchange.handle_report(report))
+            owner.command(lambda: owner.engine.exchange.fetcher.handle_report(report))
 
     def _to_source(self, address: str, message: ToSource, at: float) -> None:
         open_at = self._sources.get(address)
@@ -134,7 +134,7 @@ class Transfers:
             if source is None or address not in self._sources:
                 self._lost(address)
             else:
-                source.command(lambda: source.engine.exchange.receive_from_target(owner.name, message))
+                source.command(lambda: source.engine.exchange.granter.receive(owner.name, message))
 
         self._at(max(at, open_at) + self._network, arrive)
 
@@ -144,7 +144,7 @@ class Transfers:
         def arrive() -> None:
             target = self._peer(address)
             if target is not None:
-                target.command(lambda: target.engine.exchange.receive_from_source(owner.name, message))
+                target.command(lambda: target.engine.exchange.fetcher.receive(owner.name, message))
 
         self._at(at + self._network, arrive)
 
@@ -155,8 +155,8 @@ class Transfers:
             self._lost(address)
             return
         mine, theirs = self._connect(address, reads=True), source.transfers.connected_by(owner.name)
-        owner.command(lambda: owner.engine.exchange.connect_source(address, mine))
-        source.command(lambda: source.engine.exchange.connect_target(owner.name, theirs))
+        owner.command(lambda: owner.engine.exchange.fetcher.connect(address, mine))
+        source.command(lambda: source.engine.exchange.granter.connect(owner.name, theirs))
 
     def connected_by(self, target: str) -> Connect:
         """A target has connected to this source."""
@@ -181,14 +181,14 @@ class Transfers:
         owner = self._owner
         if address in self._targets:
             self._targets.discard(address)
-            owner.command(lambda: owner.engine.exchange.target_lost(address))
+            owner.command(lambda: owner.engine.exchange.granter.peer_lost(address))
         if address in self._sources:
             self._lost(address)
 
     def _lost(self, address: str) -> None:
         owner = self._owner
         if owner.alive and self._sources.pop(address, None) is not None:
-            owner.command(lambda: owner.engine.exchange.source_lost(address))
+            owner.command(lambda: owner.engine.exchange.fetcher.peer_lost(address))
 
     def _at(self, time: float, call: Callable[[], None]) -> None:
         self._time.at(time, lambda: call() if self._owner.alive else None)

@@ -171,12 +171,12 @@ class SimReplica:
         """As the target: a stream ended that this replica did not close."""
         if self.sources.get(stream.address) is stream:
             del self.sources[stream.address]
-        self.command(lambda exchange: exchange.source_lost(stream.address))
+        self.command(lambda exchange: exchange.fetcher.peer_lost(stream.address))
 
     def target_disconnected(self, stream: TransferStream) -> None:
         """As the source: a stream ended."""
         self.targets.pop(stream.name, None)
-        self.command(lambda exchange: exchange.target_lost(stream.name))
+        self.command(lambda exchange: exchange.granter.peer_lost(stream.name))
 
     def name_of(self, stream: TransferStream) -> str:
         self._names += 1
@@ -285,4 +285,4 @@ class SimReplica:
         self._report_queues[report.rank].put(report)
 
     def _report_received(self, report: object) -> None:
-        self.command(lambda exchange: exchange.handle_report(cast(TransferReport, report)))
+        self.command(lambda exchange: exchange.fetcher.handle_report(cast(TransferReport, report)))

@@ -95,7 +95,7 @@ class TransferStream:
             self._down.put(_END)
             return
         self.name = source.name_of(self)
-        source.command(lambda exchange: exchange.connect_target(self.name, order))
+        source.command(lambda exchange: exchange.granter.connect(self.name, order))
         if self._source_closed:
             self._end_source()
             return
@@ -111,18 +111,18 @@ class TransferStream:
             self._open = True
             assert self.source is not None and self._up is not None
             order = target.peer.connect(self.source.peer.hello(), reads=True)
-            target.command(lambda exchange: exchange.connect_source(self.address, order))
+            target.command(lambda exchange: exchange.fetcher.connect(self.address, order))
             while self._waiting:
                 self._up.put(self._waiting.popleft())
         else:
             message = from_source(frame(cast(FromSource, item)))
-            target.command(lambda exchange: exchange.receive_from_source(self.address, message))
+            target.command(lambda exchange: exchange.fetcher.receive(self.address, message))
 
     def _source_receives(self, item: object) -> None:
         if self._source_closed or self.source is None:
             return
         message = to_source(frame(cast(ToSource, item)))
-        self.source.command(lambda exchange: exchange.receive_from_target(self.name, message))
+        self.source.command(lambda exchange: exchange.granter.receive(self.name, message))
 
     def _time_out(self) -> None:
         if not self._target_closed:

@@ -27,8 +27,8 @@ class Pair:
                 self._orders[number] += plan.orders
 
             bench.runner.on_launch = note
-        self.source.engine.exchange.connect_target("d", Connect(1, (), (), reads=False))
-        self.target.engine.exchange.connect_source("p", Connect(1, (), (), reads=True))
+        self.source.engine.exchange.granter.connect("d", Connect(1, (), (), reads=False))
+        self.target.engine.exchange.fetcher.connect("p", Connect(1, (), (), reads=True))
 
     def answer(self, prompt: list[int], **options: Any) -> Any:
         """Runs one request on the target, its prompt fetched from the source; returns its first output."""
@@ -48,13 +48,13 @@ class Pair:
     def _exchange(self) -> None:
         source, target = self.source.engine.exchange, self.target.engine.exchange
         for _, message in target.take_outbound().to_sources:
-            source.receive_from_target("d", message)
+            source.granter.receive("d", message)
         for _, answer in source.take_outbound().to_targets:
-            target.receive_from_source("p", answer)
+            target.fetcher.receive("p", answer)
         for order in self._orders[1]:
             if isinstance(order, Read):
                 self._copy(order.theirs, order.mine)
-                target.handle_report(ChunkRead(0, order.fetch, order.chunk, good=True))
+                target.fetcher.handle_report(ChunkRead(0, order.fetch, order.chunk, good=True))
         self._orders[0].clear()
         self._orders[1].clear()
 

@@ -17,19 +17,19 @@ def test_a_grants_blocks_are_held_until_the_target_answers_or_its_lease_ends(end
     """Even if the target's stream is lost: its ranks may still read."""
     bench = make_bench(depth=1)
     exchange = bench.engine.exchange
-    exchange.connect_target("there", TARGET)
-    exchange.receive_from_target("there", FetchRequest(1, b"", "", TOKENS, 0))
+    exchange.granter.connect("there", TARGET)
+    exchange.granter.receive("there", FetchRequest(1, b"", "", TOKENS, 0))
     for _ in range(8):
         bench.engine.step()
     assert bench.kv.pool.used == 10 and not bench.scheduler.running, "its request has ended"
     if ends == "lost":
-        exchange.target_lost("there")
+        exchange.granter.peer_lost("there")
         exchange.tick()
         assert bench.kv.pool.used == 10
         bench.clock.now += lease(0.0) + 0.1
         exchange.tick()
     else:
-        exchange.receive_from_target("there", Done(1) if ends == "done" else Cancel(1))
+        exchange.granter.receive("there", Done(1) if ends == "done" else Cancel(1))
     assert exchange.granter.orders == [End(7, 1), *([Disconnect(7)] if ends == "lost" else [])]
     assert bench.kv.pool.used == 0 and not len(exchange.granter)
 
@@ -37,11 +37,11 @@ def test_a_grants_blocks_are_held_until_the_target_answers_or_its_lease_ends(end
 def test_a_renewal_is_answered_and_extends_the_lease() -> None:
     bench = make_bench()
     exchange = bench.engine.exchange
-    exchange.connect_target("there", TARGET)
-    exchange.receive_from_target("there", FetchRequest(1, b"", "", TOKENS, 0))
+    exchange.granter.connect("there", TARGET)
+    exchange.granter.receive("there", FetchRequest(1, b"", "", TOKENS, 0))
     for number in range(3):
         bench.clock.now += lease(0.0) - 0.1
-        exchange.receive_from_target("there", Renew(number))
+        exchange.granter.receive("there", Renew(number))
         assert exchange.take_outbound().to_targets[-1] == ("there", Renewed(number, 0.0))
         exchange.tick()
         assert len(exchange.granter) == 1
@@ -52,33 +52,33 @@ def test_what_was_read_later_than_the_source_may_hold_it_is_not_used(late: bool)
     """The source stalls, its lease for this target ends, and its blocks are used again before the last read."""
     bench = make_bench()
     exchange = bench.engine.exchange
-    exchange.connect_source("there", SOURCE)
+    exchange.fetcher.connect("there", SOURCE)
     assert exchange.begin(bench.request(TOKENS, source="there"), seconds_per_token=1e-3)
-    exchange.receive_from_source("there", Granted(1, 9, 0.0))
-    exchange.receive_from_source("there", Offer(1, 0, 0, 9, (tuple(range(1, 10)),), computed=True))
-    exchange.receive_from_source("there", Commit(1, 0))
+    exchange.fetcher.receive("there", Granted(1, 9, 0.0))
+    exchange.fetcher.receive("there", Offer(1, 0, 0, 9, (tuple(range(1, 10)),), computed=True))
+    exchange.fetcher.receive("there", Commit(1, 0))
     exchange.take_orders(0)
     bench.clock.now += patience(0.0) + (0.1 if late else -0.1)
-    exchange.handle_report(ChunkRead(0, 1, 0, good=True))
+    exchange.fetcher.handle_report(ChunkRead(0, 1, 0, good=True))
     assert exchange.fetcher.counters.done == (not late)
     assert bench.kv.pool.cached == (0 if late else 9) and bench.kv.pool.quarantined == (9 if late else 0)
     if late:
         assert exchange.take_orders(0) == [End(7, 1)]
-        exchange.handle_report(FetchOver(0, 1))
+        exchange.fetcher.handle_report(FetchOver(0, 1))
         assert bench.kv.pool.quarantined == 0
 
 
 def test_renewals_that_are_answered_keep_a_long_fetch() -> None:
     bench = make_bench()
     exchange = bench.engine.exchange
-    exchange.connect_source("there", SOURCE)
+    exchange.fetcher.connect("there", SOURCE)
     assert exchange.begin(bench.request(TOKENS, source="there"), seconds_per_token=0.01)
     exchange.fetcher._fetches[1].deadline = 1e9
     for _ in range(20):
         exchange.tick()
         for _, message in exchange.take_outbound().to_sources:
             if isinstance(message, Renew):
-                exchange.receive_from_source("there", Renewed(message.number, 0.0))
+                exchange.fetcher.receive("there", Renewed(message.number, 0.0))
         bench.clock.now += 0.6
     assert len(exchange.fetcher) == 1
     bench.clock.now += patience(0.0)
@@ -89,7 +89,7 @@ def test_renewals_that_are_answered_keep_a_long_fetch() -> None:
 def test_the_measured_speed_of_a_source_reaches_the_load_and_the_limits() -> None:
     bench = make_bench()
     exchange, limits = bench.engine.exchange, bench.engine.exchange.fetcher.limits
-    exchange.connect_source("there", SOURCE)
+    exchange.fetcher.connect("there", SOURCE)
     size, blocks = bench.kv.block_size, 8
 
     def begin(seed: int, *, seconds_per_token: float) -> float:
@@ -98,11 +98,11 @@ def test_the_measured_speed_of_a_source_reaches_the_load_and_the_limits() -> Non
         if not exchange.begin(request, seconds_per_token=seconds_per_token):
             return 0.0
         message = next(m for _, m in exchange.take_outbound().to_sources if isinstance(m, FetchRequest))
-        exchange.receive_from_source("there", Granted(message.fetch, blocks, 0.0))
+        exchange.fetcher.receive("there", Granted(message.fetch, blocks, 0.0))
         theirs = (tuple(range(1, blocks + 1)),)
-        exchange.receive_from_source("there", Offer(message.fetch, 0, 0, blocks, theirs, computed=True))
-        exchange.receive_from_source("there", Commit(message.fetch, 0))
-        exchange.handle_report(ChunkRead(0, message.fetch, 0, good=True, num_bytes=10**6, seconds=3.0 * blocks))
+        exchange.fetcher.receive("there", Offer(message.fetch, 0, 0, blocks, theirs, computed=True))
+        exchange.fetcher.receive("there", Commit(message.fetch, 0))
+        exchange.fetcher.handle_report(ChunkRead(0, message.fetch, 0, good=True, num_bytes=10**6, seconds=3.0 * blocks))
         return float(message.timeout)
 
     assert begin(1000, seconds_per_token=1e-3) == limits.min_seconds, "the speed is not known yet"
@@ -150,10 +150,10 @@ def test_a_source_in_a_long_step_is_not_silent(per_token: float, told: float | N
     """It answers between its steps: a step may take as long as it says, or as one would take here."""
     bench = make_bench(budget=16)
     exchange = bench.engine.exchange
-    exchange.connect_source("there", SOURCE)
+    exchange.fetcher.connect("there", SOURCE)
     assert exchange.begin(bench.request(TOKENS, source="there"), seconds_per_token=per_token)
     if told is not None:
-        exchange.receive_from_source("there", Granted(1, 9, told))
+        exchange.fetcher.receive("there", Granted(1, 9, told))
     exchange.fetcher._fetches[1].deadline = 1e9
     began = bench.clock.now
     for over in (-0.1, 0.1):
@@ -166,9 +166,9 @@ def test_a_source_offers_what_is_cached_at_once_and_the_rest_with_the_step_that_
     bench = make_bench()
     bench.run([bench.request(TOKENS)])
     exchange = bench.engine.exchange
-    exchange.connect_target("there", TARGET)
+    exchange.granter.connect("there", TARGET)
     for fetch, tokens in ((1, TOKENS), (2, list(range(200, 240)))):
-        exchange.receive_from_target("there", FetchRequest(fetch, b"", "", tokens, 0))
+        exchange.granter.receive("there", FetchRequest(fetch, b"", "", tokens, 0))
         offers = [each for _, each in exchange.take_outbound().to_targets if isinstance(each, Offer)]
         assert [offer.computed for offer in offers] == ([True] if fetch == 1 else [])
     orders = []

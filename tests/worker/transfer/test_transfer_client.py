@@ -24,11 +24,11 @@ class Replica:
 
     def __init__(self, name: str, shards: KvShards | None = SHARDS) -> None:
         self.events: list[str] = []
-        exchange = SimpleNamespace(
-            connect_source=lambda source, order: self.events.append("connected"),
-            source_lost=lambda source: self.events.append("lost"),
+        fetcher = SimpleNamespace(
+            connect=lambda source, order: self.events.append("connected"),
+            peer_lost=lambda source: self.events.append("lost"),
         )
-        commands: Any = SimpleNamespace(exchange=lambda action: action(exchange))
+        commands: Any = SimpleNamespace(exchange=lambda action: action(SimpleNamespace(fetcher=fetcher)))
         identity = pb.ReplicaIdentity(replica_id=name, boot_id=name.encode())
         self.peer = TransferPeer(lambda: identity, shards, commands)
 

@@ -90,7 +90,7 @@ def _with_memory(
 
 def to_commands(commands: CommandQueue) -> Callable[[TransferReport], None]:
     """For rank 0's transfer worker."""
-    return lambda report: commands.exchange(lambda exchange: exchange.handle_report(report))
+    return lambda report: commands.exchange(lambda exchange: exchange.fetcher.handle_report(report))
 
 
 def to_rank_0(detector: FailureDetector) -> Callable[[TransferReport], None]:

@@ -101,7 +101,7 @@ class Engine:
         """Ends an attempt in any phase; None when the engine does not have it (any more)."""
         request = self._requests.pop(attempt_id, None)
         if request is not None:
-            self.exchange.cancel(request)
+            self.exchange.fetcher.cancel(request)
         return self.scheduler.end(request, Finish.CANCELLED) if request is not None else None
 
     def step(self) -> list[Output]:
@@ -215,7 +215,7 @@ class Engine:
             self.account_step(step.prefill_tokens, step.decode_sequences, step.kv_tokens, seconds)
         outputs = self.scheduler.process(step, result)
         if self.exchange.busy:
-            self.exchange.processed(step.plan.step)
+            self.exchange.granter.processed(step.plan.step)
         return outputs
 
     def _step_failed(self, step: ScheduledStep, error: Exception) -> list[Output]:

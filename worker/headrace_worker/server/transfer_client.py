@@ -75,7 +75,7 @@ class TransferClient:
             if stream is not None and stream.queue is queue:
                 del self._streams[source]  # with the messages that were not sent
         log.warning("kv_source_lost", source=source, reason=reason)
-        self._peer.commands.exchange(lambda exchange: exchange.source_lost(source))
+        self._peer.commands.exchange(lambda exchange: exchange.fetcher.peer_lost(source))
 
     async def _run_stream(self, source: str, call: Any, queue: "asyncio.Queue[ToSource]") -> None:
         async with asyncio.timeout(HELLO_SECONDS):
@@ -84,7 +84,7 @@ class TransferClient:
         if first is grpc.aio.EOF:
             raise InvalidTransferError("it ended the stream before its hello")
         order = self._peer.connect(first, reads=True)
-        self._peer.commands.exchange(lambda exchange: exchange.connect_source(source, order))
+        self._peer.commands.exchange(lambda exchange: exchange.fetcher.connect(source, order))
         try:
             await run_duplex(self._read(source, call), self._write(queue, call))
         finally:
@@ -95,7 +95,7 @@ class TransferClient:
             self._receive(source, from_source(received))
 
     def _receive(self, source: str, message: FromSource) -> None:
-        self._peer.commands.exchange(lambda exchange: exchange.receive_from_source(source, message))
+        self._peer.commands.exchange(lambda exchange: exchange.fetcher.receive(source, message))
 
     async def _write(self, queue: "asyncio.Queue[ToSource]", call: Any) -> None:
         while True:

@@ -61,7 +61,7 @@ class TransferService:
         name = f"{first.hello.identity.replica_id}#{next(self._numbers)}"
         queue: asyncio.Queue[FromSource | None] = asyncio.Queue()
         self._streams[name] = _Stream(queue, ServedCall(context))
-        self._peer.commands.exchange(lambda exchange: exchange.connect_target(name, order))
+        self._peer.commands.exchange(lambda exchange: exchange.granter.connect(name, order))
         reader = asyncio.create_task(self._read(name, frames))
         reader.add_done_callback(lambda _: queue.put_nowait(None))
         try:
@@ -71,7 +71,7 @@ class TransferService:
         finally:
             reader.cancel()
             self._streams.pop(name, None)
-            self._peer.commands.exchange(lambda exchange: exchange.target_lost(name))
+            self._peer.commands.exchange(lambda exchange: exchange.granter.peer_lost(name))
 
     async def _read(self, name: str, frames: AsyncIterator[pb.TransferFrame]) -> None:
         try:
@@ -81,4 +81,4 @@ class TransferService:
             log.warning("kv_target_refused", target=name, reason=str(error))
 
     def _receive(self, name: str, message: ToSource) -> None:
-        self._peer.commands.exchange(lambda exchange: exchange.receive_from_target(name, message))
+        self._peer.commands.exchange(lambda exchange: exchange.granter.receive(name, message))

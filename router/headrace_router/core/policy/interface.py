@@ -196,7 +196,7 @@ class Work:
     held: Tokens  # the same, of those that are in its cache already: others can fetch them
     sources_cached: Tokens  # the same of each prefill replica
     answer_tokens: float  # that are expected
-    disaggregation: Mode = "auto"
+    disaggregation: Mode = "shared"
     least_disaggregated: int = 0  # tokens of the shortest prompt that a prefill replica may compute
     reused: float = 0.0  # share of the blocks that full caches drop, that are asked for again
 

@@ -11,7 +11,7 @@ from headrace_worker.core.transfer.fetching import Fetcher
 from headrace_worker.core.transfer.grant import GrantLimits
 from headrace_worker.core.transfer.granting import Granter
 from headrace_worker.core.transfer.messages import FromSource, ToSource
-from headrace_worker.core.transfer.orders import Connect, Order, TransferReport
+from headrace_worker.core.transfer.orders import Order
 from headrace_worker.core.transfer.source_peers import SourceSpeed
 
 
@@ -39,8 +39,8 @@ class TransferExchange:
         predict: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0),
     ) -> None:
         """predict: seconds to compute a token here, and those of the newest step; 0 = not known yet."""
-        self.fetcher = Fetcher(scheduler.kv, ranks, scheduler.limits.max_num_batched_tokens, fetch_limits)
-        self.granter = Granter(scheduler, predict, grant_limits)
+        self.fetcher = Fetcher(scheduler.kv, ranks, scheduler.limits.max_num_batched_tokens, clock, fetch_limits)
+        self.granter = Granter(scheduler, clock, predict, grant_limits)
         self.moves_blocks = True  # whether this replica's ranks can read others' memory
         self._scheduler = scheduler
         self._clock = clock
@@ -61,17 +61,16 @@ class TransferExchange:
 
     def tick(self) -> None:
         """Called at the beginning of a step: queues the requests whose fetch has ended."""
-        now = self._clock()
-        for request in self.fetcher.tick(now):
+        for request in self.fetcher.tick():
             self._scheduler.add(request)
-        self.granter.tick(now)
+        self.granter.tick()
 
     def begin(self, request: Request, seconds_per_token: float) -> bool:
         """Starts a fetch if the request has a source. False: the caller must queue the request."""
         if not (request.source and self.moves_blocks) or self._scheduler.kv.states is not None:  # no state is moved
             return False
         queued = self._scheduler.missing_tokens
-        return self.fetcher.begin(request, request.source, self._clock(), seconds_per_token, queued)
+        return self.fetcher.begin(request, request.source, seconds_per_token, queued)
 
     def take_orders(self, step: int) -> list[Order]:
         """The orders of a plan, after step `step` was planned (0: nothing to compute)."""
@@ -80,39 +79,9 @@ class TransferExchange:
         self.fetcher.orders, self.granter.orders = [], []
         return orders
 
-    def processed(self, step: int) -> None:
-        """A step's results were processed."""
-        self.granter.processed(step)
-
-    def cancel(self, request: Request) -> None:
-        """The request has ended: so does its fetch, if it has one."""
-        self.fetcher.cancel(request, self._clock())
-
-    def connect_source(self, source: str, order: Connect) -> None:
-        self.fetcher.connect(source, order)
-
-    def receive_from_source(self, source: str, message: FromSource) -> None:
-        self.fetcher.receive(source, message, self._clock())
-
-    def source_lost(self, source: str) -> None:
-        self.fetcher.peer_lost(source, self._clock())
-
-    def receive_from_target(self, target: str, message: ToSource) -> None:
-        self.granter.receive(target, message, self._clock())
-
-    def target_lost(self, target: str) -> None:
-        self.granter.peer_lost(target)
-
-    def connect_target(self, target: str, order: Connect) -> None:
-        self.granter.connect(target, order, self._clock())
-
     def source_speeds(self) -> list[SourceSpeed]:
         """Of the sources of which it is known."""
         return self.fetcher.peers.speeds(self._clock())
-
-    def handle_report(self, report: TransferReport) -> None:
-        """Handles a report of any rank's transfer worker."""
-        self.fetcher.handle_report(report, self._clock())
 
     def take_outbound(self) -> Outbound:
         """Messages since the last call."""

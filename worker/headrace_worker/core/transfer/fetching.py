@@ -12,6 +12,7 @@ rank has reported that the fetch is over.
 """
 
 from collections import Counter
+from collections.abc import Callable
 
 from headrace_worker.core.kv.manager import KVManager
 from headrace_worker.core.request import Fetched, Request
@@ -46,7 +47,14 @@ from headrace_worker.core.transfer.source_peers import SourcePeers
 class Fetcher:
     """All fetches of one replica. Not thread-safe: the step loop owns it."""
 
-    def __init__(self, kv: KVManager, ranks: int, step_tokens: int, limits: FetchLimits | None = None) -> None:
+    def __init__(
+        self,
+        kv: KVManager,
+        ranks: int,
+        step_tokens: int,
+        clock: Callable[[], float],
+        limits: FetchLimits | None = None,
+    ) -> None:
         """step_tokens: that a step computes at most."""
         self.limits = limits or FetchLimits()
         self.counters = FetchCounters()
@@ -54,6 +62,7 @@ class Fetcher:
         self.messages: list[tuple[str, ToSource]] = []
         self.close_peers: list[str] = []  # to disconnect
         self._kv = kv
+        self._clock = clock
         self._ranks = ranks
         self._step_tokens = step_tokens
         self.waiting_of: Counter[bytes] = Counter()  # fetches by tenant: their requests are queued later
@@ -71,12 +80,12 @@ class Fetcher:
         """Whether a request waits to be queued."""
         return bool(self._ready)
 
-    def begin(self, request: Request, peer: str, now: float, seconds_per_token: float, queued: int = 0) -> bool:
+    def begin(self, request: Request, peer: str, seconds_per_token: float, queued: int = 0) -> bool:
         """Starts a fetch for a request; False if it is not worthwhile or impossible, and the request must be queued.
 
         `seconds_per_token`: predicted time to compute a token here; `queued`: tokens ahead in the local queue.
         """
-        kv, limits = self._kv, self.limits
+        kv, limits, now = self._kv, self.limits, self._clock()
         blocks = (len(request.tokens) - 1) // kv.block_size  # the last token is always computed here
         kv.extend_chain(request.chain, request.tokens, blocks)
         hit = kv.lookup(request.chain, len(request.tokens) - 1)
@@ -122,14 +131,14 @@ class Fetcher:
         self.messages.append((peer, message))
         return True
 
-    def cancel(self, request: Request, now: float) -> None:
+    def cancel(self, request: Request) -> None:
         """The request has ended: ends its fetch, or removes it from the requests to queue."""
         if request in self._ready:
             self._ready.remove(request)
             return
         for fetch in self._fetches.values():
             if fetch.request is request:
-                self._end(fetch, now, notify=True)
+                self._end(fetch, notify=True)
                 return
 
     def connect(self, peer: str, order: Connect) -> None:
@@ -137,14 +146,14 @@ class Fetcher:
         self.peers.connected(peer, order.peer)
         self.orders.append(order)
 
-    def peer_lost(self, peer: str, now: float) -> None:
+    def peer_lost(self, peer: str) -> None:
         """The source cannot be reached (any more)."""
         for fetch in [fetch for fetch in self._fetches.values() if fetch.peer == peer]:
-            self._fail(fetch, now, notify=False)
-        if (number := self.peers.lose(peer, now)) is not None:
+            self._fail(fetch, notify=False)
+        if (number := self.peers.lose(peer, self._clock())) is not None:
             self.orders.append(Disconnect(number))
 
-    def receive(self, peer: str, message: FromSource, now: float) -> None:
+    def receive(self, peer: str, message: FromSource) -> None:
         """Handles a message of a source."""
         if isinstance(message, Renewed):
             self.peers.answered(peer, message.number)
@@ -161,26 +170,26 @@ class Fetcher:
             case Granted(blocks=blocks):
                 self.peers.set_step(peer, message.step_seconds)
                 if not fetch.local_blocks < blocks <= fetch.blocks:
-                    self._reject_peer(peer, now)
+                    self._reject_peer(peer)
                     return
-                self._reserve(fetch, blocks, now)
+                self._reserve(fetch, blocks)
             case Offer():
                 mine, number = fetch.add_chunk(message, self._ranks), self.peers.number(peer)
                 if mine is None or number is None:
-                    self._reject_peer(peer, now)
+                    self._reject_peer(peer)
                     return
                 read = Read(number, fetch.number, message.chunk, message.blocks, mine, message.computed)
                 self.orders.append(read)
             case Refused() | Failed():
-                self._fail(fetch, now, notify=isinstance(message, Failed))
+                self._fail(fetch, notify=isinstance(message, Failed))
             case Commit(chunk=chunk):
                 if chunk >= len(fetch.chunks):
-                    self._reject_peer(peer, now)
+                    self._reject_peer(peer)
                     return
                 fetch.chunks[chunk].committed = True
-                self._finish_if_complete(fetch, now)
+                self._finish_if_complete(fetch)
 
-    def handle_report(self, report: TransferReport, now: float) -> None:
+    def handle_report(self, report: TransferReport) -> None:
         """Handles a report of a transfer worker of this replica."""
         if isinstance(report, FetchOver):
             blocks, ranks = self._quarantined[report.fetch]
@@ -189,28 +198,30 @@ class Fetcher:
                 del self._quarantined[report.fetch]
                 self._kv.pool.end_quarantine(blocks)
             return
+        now = self._clock()
         self.counters.num_bytes += report.num_bytes
         fetch = self._fetches.get(report.fetch)
         if fetch is None:
             return
         if not report.good:
             self.peers.avoid(fetch.peer, now, self.limits.avoid)
-            self._fail(fetch, now, notify=True)
+            self._fail(fetch, notify=True)
             return
         chunk = fetch.chunks[report.chunk]
         chunk.missing.discard(report.rank)
         read = report.seconds, chunk.stop - chunk.first, report.num_bytes
         self.peers.read(fetch.peer, report.rank, read, now)
-        self._finish_if_complete(fetch, now)
+        self._finish_if_complete(fetch)
 
-    def tick(self, now: float) -> list[Request]:
+    def tick(self) -> list[Request]:
         """Handles timeouts and renewals; returns the requests to queue now."""
+        now = self._clock()
         for fetch in list(self._fetches.values()):
             silent = self.peers.is_silent(fetch.peer, fetch.started, now)
             if silent:  # or each of its requests would wait as long
                 self.peers.avoid(fetch.peer, now, self.limits.avoid_silent)
             if silent or now >= fetch.deadline:
-                self._fail(fetch, now, notify=True)
+                self._fail(fetch, notify=True)
         used = {fetch.peer for fetch in self._fetches.values()}
         self.messages += [(peer, Renew(number)) for peer, number in self.peers.renewals(used, now)]
         ready, self._ready = self._ready, []
@@ -226,7 +237,7 @@ class Fetcher:
 
     # -- internal ---------------------------------------------------------------------------------------------
 
-    def _reserve(self, fetch: Fetch, blocks: int, now: float) -> None:
+    def _reserve(self, fetch: Fetch, blocks: int) -> None:
         if fetch.reserved is not None:
             return
         if blocks < fetch.blocks:
@@ -235,28 +246,29 @@ class Fetcher:
         counts = [stop - start for start, stop in fetch.wanted]
         spare = int(self._kv.pool.total * self.limits.watermark)
         if sum(counts) + spare > self._kv.pool.available:
-            self._fail(fetch, now, notify=True)
+            self._fail(fetch, notify=True)
             return
         fetch.reserved = [self._kv.pool.allocate(count) for count in counts]
 
-    def _finish_if_complete(self, fetch: Fetch, now: float) -> None:
+    def _finish_if_complete(self, fetch: Fetch) -> None:
         if fetch.usable < fetch.blocks:
             return
+        now = self._clock()
         if self.peers.is_silent(fetch.peer, fetch.started, now):
-            self._fail(fetch, now, notify=True)
+            self._fail(fetch, notify=True)
             return
         self.counters.done += 1
         self.counters.seconds += now - fetch.started
         self.messages.append((fetch.peer, Done(fetch.number)))
-        self._end(fetch, now, notify=False)
+        self._end(fetch, notify=False)
         self._ready.append(fetch.request)
 
-    def _fail(self, fetch: Fetch, now: float, *, notify: bool) -> None:
+    def _fail(self, fetch: Fetch, *, notify: bool) -> None:
         self.counters.failed += 1
-        self._end(fetch, now, notify=notify)
+        self._end(fetch, notify=notify)
         self._ready.append(fetch.request)
 
-    def _end(self, fetch: Fetch, now: float, *, notify: bool) -> None:
+    def _end(self, fetch: Fetch, *, notify: bool) -> None:
         """Publishes the usable blocks; the others are free once no rank can write them any more."""
         del self._fetches[fetch.number]
         tenant = fetch.request.tenant_salt
@@ -266,7 +278,7 @@ class Fetcher:
         if notify:
             self.messages.append((fetch.peer, Cancel(fetch.number)))
         # What was read may have been released before, if the source has not answered for long.
-        silent = self.peers.is_silent(fetch.peer, fetch.started, now)
+        silent = self.peers.is_silent(fetch.peer, fetch.started, self._clock())
         usable = fetch.local_blocks if silent else fetch.usable
         unsafe: list[int] = []
         size = self._kv.block_size
@@ -286,7 +298,7 @@ class Fetcher:
         else:  # no rank has an order to write them
             self._kv.pool.release(unsafe)
 
-    def _reject_peer(self, peer: str, now: float) -> None:
+    def _reject_peer(self, peer: str) -> None:
         """The source violated the protocol: disconnect it and end its fetches."""
         self.close_peers.append(peer)
-        self.peer_lost(peer, now)
+        self.peer_lost(peer)

@@ -51,12 +51,17 @@ class Granter:
     """All grants of one replica. Not thread-safe: the step loop owns it."""
 
     def __init__(
-        self, scheduler: Scheduler, predict: Callable[[], tuple[float, float]], limits: GrantLimits | None = None
+        self,
+        scheduler: Scheduler,
+        clock: Callable[[], float],
+        predict: Callable[[], tuple[float, float]],
+        limits: GrantLimits | None = None,
     ) -> None:
         """predict: seconds to compute a token here, and those of the newest step; 0 = not known yet."""
         self.limits = limits or GrantLimits()
         self.granted = 0  # since boot
         self.computes_for_others = True  # depends on the replica's role
+        self._clock = clock
         self._predict = predict
         self.orders: list[Order] = []
         self.messages: list[tuple[str, FromSource]] = []
@@ -69,9 +74,9 @@ class Granter:
     def __len__(self) -> int:
         return len(self._grants)
 
-    def connect(self, peer: str, order: Connect, now: float) -> None:
+    def connect(self, peer: str, order: Connect) -> None:
         """A target has connected."""
-        self._peers[peer] = _Peer(order.peer, now)
+        self._peers[peer] = _Peer(order.peer, self._clock())
         self.orders.append(order)
 
     def peer_lost(self, peer: str) -> None:
@@ -83,15 +88,15 @@ class Granter:
                 self._stop(grant)
         self._forget_lost(peer)
 
-    def receive(self, peer: str, message: ToSource, now: float) -> None:
+    def receive(self, peer: str, message: ToSource) -> None:
         """Handles a message of a target."""
         known = self._peers.get(peer)
         if known is None:
             return
-        known.last_received = now
+        known.last_received = self._clock()
         match message:
             case FetchRequest():
-                self._handle_request(peer, message, now)
+                self._handle_request(peer, message)
             case Renew(number):
                 self.messages.append((peer, Renewed(number, self._tell_step(known))))
             case Cancel(fetch) | Done(fetch):
@@ -99,8 +104,9 @@ class Granter:
                 if grant is not None:
                     self._end(grant)
 
-    def tick(self, now: float) -> None:
+    def tick(self) -> None:
         """Handles expired leases."""
+        now = self._clock()
         for grant in list(self._grants.values()):
             known = self._peers[grant.peer]
             if now - known.last_received > lease(known.told):
@@ -139,7 +145,7 @@ class Granter:
 
     # -- internal ---------------------------------------------------------------------------------------------
 
-    def _handle_request(self, peer: str, message: FetchRequest, now: float) -> None:
+    def _handle_request(self, peer: str, message: FetchRequest) -> None:
         kv = self._kv
         reason = self._refusal(peer, message)
         if reason:
@@ -170,7 +176,7 @@ class Granter:
                 sampling=RowSampling(),
                 stop_ids=frozenset(),
                 chain=chain,
-                arrival=now,
+                arrival=self._clock(),
                 priority=message.priority,
                 tenant_salt=message.tenant_salt,
                 adapter=message.adapter,
