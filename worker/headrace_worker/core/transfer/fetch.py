@@ -20,6 +20,7 @@ class FetchLimits:
     """Times in seconds, on this replica's clock."""
 
     min_blocks: int = 2  # fewer are computed locally
+    margin: float = 0.05  # by which computing a prompt here must be faster, when a router chose a source that computes
     min_seconds: float = 2.0  # lower bound of a fetch's time limit
     max_seconds: float = 600.0  # upper bound of a fetch's time limit
     slowdown: float = 4.0  # the time limit, as a multiple of the time to compute the blocks here

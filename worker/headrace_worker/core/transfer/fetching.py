@@ -94,7 +94,8 @@ class Fetcher:
             return False
         local_seconds = (queued + (blocks - have) * kv.block_size) * seconds_per_token
         transfer_seconds = (blocks - have) * self.peers.block_seconds(peer, now)
-        if transfer_seconds >= local_seconds > 0:
+        margin = 0.0 if request.cached_only else limits.margin
+        if transfer_seconds >= local_seconds + margin > margin:
             return False  # a router that had no measurement yet chose the source
         timeout = limits.timeout(local_seconds, None if request.deadline is None else request.deadline - now)
         if timeout <= 0:
