@@ -57,7 +57,7 @@ class RawCopy:
         """GB/s."""
         began = time.perf_counter()
         theirs, mine = self._sides
-        reading = self._agent.read(self._name, theirs, mine, self._device)
+        reading = self._agent.read(self._name, theirs, mine, self._device, self._device)
         while not reading.done():
             self._agent.notices()
         return reading.num_bytes / (time.perf_counter() - began) / 1e9

@@ -432,7 +432,7 @@ class SourceSpeed(_message.Message):
     def __init__(self, address: _Optional[str] = ..., per_token_ms: _Optional[float] = ..., bytes_per_second: _Optional[float] = ...) -> None: ...
 
 class Counters(_message.Message):
-    __slots__ = ("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "preemptions", "steps", "fetches", "fetches_failed", "fetched_bytes", "fetch_seconds", "grants", "not_finite", "idle_steps")
+    __slots__ = ("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "preemptions", "steps", "fetches", "fetches_failed", "fetched_bytes", "fetch_seconds", "grants", "not_finite", "idle_steps", "blocks_stored", "blocks_loaded", "load_seconds")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     GENERATION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_CACHE_QUERIES_FIELD_NUMBER: _ClassVar[int]
@@ -446,6 +446,9 @@ class Counters(_message.Message):
     GRANTS_FIELD_NUMBER: _ClassVar[int]
     NOT_FINITE_FIELD_NUMBER: _ClassVar[int]
     IDLE_STEPS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_STORED_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_LOADED_FIELD_NUMBER: _ClassVar[int]
+    LOAD_SECONDS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     generation_tokens: int
     prefix_cache_queries: int
@@ -459,7 +462,10 @@ class Counters(_message.Message):
     grants: int
     not_finite: int
     idle_steps: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., generation_tokens: _Optional[int] = ..., prefix_cache_queries: _Optional[int] = ..., prefix_cache_hits: _Optional[int] = ..., preemptions: _Optional[int] = ..., steps: _Optional[int] = ..., fetches: _Optional[int] = ..., fetches_failed: _Optional[int] = ..., fetched_bytes: _Optional[int] = ..., fetch_seconds: _Optional[float] = ..., grants: _Optional[int] = ..., not_finite: _Optional[int] = ..., idle_steps: _Optional[int] = ...) -> None: ...
+    blocks_stored: int
+    blocks_loaded: int
+    load_seconds: float
+    def __init__(self, prompt_tokens: _Optional[int] = ..., generation_tokens: _Optional[int] = ..., prefix_cache_queries: _Optional[int] = ..., prefix_cache_hits: _Optional[int] = ..., preemptions: _Optional[int] = ..., steps: _Optional[int] = ..., fetches: _Optional[int] = ..., fetches_failed: _Optional[int] = ..., fetched_bytes: _Optional[int] = ..., fetch_seconds: _Optional[float] = ..., grants: _Optional[int] = ..., not_finite: _Optional[int] = ..., idle_steps: _Optional[int] = ..., blocks_stored: _Optional[int] = ..., blocks_loaded: _Optional[int] = ..., load_seconds: _Optional[float] = ...) -> None: ...
 
 class StepModel(_message.Message):
     __slots__ = ("base_ms", "per_prefill_token_ms", "per_decode_sequence_ms", "per_kv_token_ms", "error_ms")

@@ -20,11 +20,14 @@ from headrace_worker.core.report_pacer import EARLY_SECONDS, ReportPacer, Report
 from headrace_worker.core.request import Output
 from headrace_worker.core.scheduler_counters import SchedulerCounters
 from headrace_worker.core.transfer.fetch import FetchCounters
+from headrace_worker.core.transfer.offload import OffloadCounters
 from headrace_worker.server.convert import tokens_to_compute
 from headrace_worker.server.outbox import Outbox
 from support.members import MEMBER, METADATA
 
-LOAD = LoadSnapshot(1, 0, 0.5, 8, 0, 0.01, StepCost(), SchedulerCounters(), FetchCounters(), 0, [], 4)
+LOAD = LoadSnapshot(
+    1, 0, 0.5, 8, 0, 0.01, StepCost(), SchedulerCounters(), FetchCounters(), 0, OffloadCounters(), [], 4
+)
 
 
 def test_a_router_is_informed_of_what_others_have_sent() -> None:

@@ -29,13 +29,16 @@ class MemoryNeed:
 
     @property
     def total(self) -> int:
-        return self.ranks * (PROCESS_BYTES + (self.model.kv_cache_memory or 0)) + self.replicas * self.weights
+        memory = (self.model.kv_cache_memory or 0) + (self.model.kv_offload_memory or 0)
+        return self.ranks * (PROCESS_BYTES + memory) + self.replicas * self.weights
 
     def summary(self) -> str:
         """The terms of the sum as text."""
         cache = self.model.kv_cache_memory
         process = f"{size_text(PROCESS_BYTES)} for the process"
         of_rank = f"{process} and {size_text(cache)} of KV cache" if cache else process
+        if evicted := self.model.kv_offload_memory:
+            of_rank = f"{of_rank} and {size_text(evicted)} for evicted blocks"
         ranks, replicas = counted(self.ranks, "rank"), counted(self.replicas, "replica")
         return f"{self.model.name}: {ranks} x {of_rank}, {replicas} x {size_text(self.weights)} of weights"
 

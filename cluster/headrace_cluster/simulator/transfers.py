@@ -120,7 +120,7 @@ class Transfers:
     def _report(self, report: TransferReport) -> None:
         owner = self._owner
         if owner.alive:
-            owner.command(lambda: owner.engine.exchange.fetcher.handle_report(report))
+            owner.command(lambda: owner.engine.exchange.handle_report(report))
 
     def _to_source(self, address: str, message: ToSource, at: float) -> None:
         open_at = self._sources.get(address)

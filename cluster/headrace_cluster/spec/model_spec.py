@@ -112,6 +112,12 @@ class ModelSpec(Section, ReplicaSettings):  # type: ignore[misc]  # frozen by it
         description="per rank, e.g. 2GiB",
         json_schema_extra=flag("--kv-cache-memory", help="KV cache per rank, such as 2GiB"),
     )
+    kv_offload_memory: Bytes | None = Field(
+        default=None,
+        ge=1 << 20,
+        description="host memory per rank for KV blocks that the cache evicts, e.g. 8GiB; none: they are gone",
+        json_schema_extra=flag("--kv-offload-memory", help="host memory per rank for evicted KV blocks, such as 8GiB"),
+    )
     cpu_share: float = Field(
         default=0.05,
         gt=0,

@@ -102,6 +102,9 @@ COUNTERS = (
         "Seconds from the request to the last block, of completed fetches",
         "fetch_seconds",
     ),
+    Counter("headrace_kv_blocks_stored", "KV blocks copied to host memory before their eviction", "blocks_stored"),
+    Counter("headrace_kv_blocks_loaded", "KV blocks copied back from host memory", "blocks_loaded"),
+    Counter("headrace_kv_load_seconds", "Seconds that copies from host memory took", "load_seconds"),
     Counter("headrace_kv_grants", "Prompts computed, or sent, for other replicas", "grants"),
     Counter("headrace_not_finite", "Attempts that ended since the model's output was not finite", "not_finite"),
 )

@@ -285,4 +285,4 @@ class SimReplica:
         self._report_queues[report.rank].put(report)
 
     def _report_received(self, report: object) -> None:
-        self.command(lambda exchange: exchange.fetcher.handle_report(cast(TransferReport, report)))
+        self.command(lambda exchange: exchange.handle_report(cast(TransferReport, report)))

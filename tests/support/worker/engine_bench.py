@@ -98,11 +98,12 @@ def make_bench(
     max_waiting: int = 1000,
     batches: int = 1,
     state_slots: int = 0,
+    host_slots: int = 0,
 ) -> Any:
     """A `Bench`, typed as Any because tests replace its parts.
 
     windows: one per cache group. budget: tokens of a step. depth: of the loop. batches: as many are in flight, if > 1.
-    state_slots: of a model with recurrent layers.
+    state_slots: of a model with recurrent layers. host_slots: for evicted blocks, copied by the test.
     """
     layout = make_layout(windows, block_size, bool(state_slots))
     clock = Clock()
@@ -110,5 +111,5 @@ def make_bench(
     kv = KVManager(layout, num_blocks, BlockHasher(derive_key(b"k")), scope, state_slots, max_num_seqs)
     scheduler = Scheduler(SchedulerLimits(max_num_seqs, budget, max_waiting, batches=batches), kv, clock)
     runner = FakeRunner(layout) if batches == 1 else PipelineRunner(layout, batches=batches)
-    engine = Engine(scheduler, runner, clock, depth if batches == 1 else batches - 1)
+    engine = Engine(scheduler, runner, clock, depth if batches == 1 else batches - 1, host_slots=host_slots)
     return Bench(engine, runner, scheduler, kv, clock)

@@ -54,7 +54,7 @@ class Pair:
         for order in self._orders[1]:
             if isinstance(order, Read):
                 self._copy(order.theirs, order.mine)
-                target.fetcher.handle_report(ChunkRead(0, order.fetch, order.chunk, good=True))
+                target.handle_report(ChunkRead(0, order.fetch, order.chunk, good=True))
         self._orders[0].clear()
         self._orders[1].clear()
 

@@ -59,12 +59,12 @@ def test_what_was_read_later_than_the_source_may_hold_it_is_not_used(late: bool)
     exchange.fetcher.receive("there", Commit(1, 0))
     exchange.take_orders(0)
     bench.clock.now += patience(0.0) + (0.1 if late else -0.1)
-    exchange.fetcher.handle_report(ChunkRead(0, 1, 0, good=True))
+    exchange.handle_report(ChunkRead(0, 1, 0, good=True))
     assert exchange.fetcher.counters.done == (not late)
     assert bench.kv.pool.cached == (0 if late else 9) and bench.kv.pool.quarantined == (9 if late else 0)
     if late:
         assert exchange.take_orders(0) == [End(7, 1)]
-        exchange.fetcher.handle_report(FetchOver(0, 1))
+        exchange.handle_report(FetchOver(0, 1))
         assert bench.kv.pool.quarantined == 0
 
 
@@ -102,7 +102,7 @@ def test_the_measured_speed_of_a_source_reaches_the_load_and_the_limits() -> Non
         theirs = (tuple(range(1, blocks + 1)),)
         exchange.fetcher.receive("there", Offer(message.fetch, 0, 0, blocks, theirs, computed=True))
         exchange.fetcher.receive("there", Commit(message.fetch, 0))
-        exchange.fetcher.handle_report(ChunkRead(0, message.fetch, 0, good=True, num_bytes=10**6, seconds=3.0 * blocks))
+        exchange.handle_report(ChunkRead(0, message.fetch, 0, good=True, num_bytes=10**6, seconds=3.0 * blocks))
         return float(message.timeout)
 
     assert begin(1000, seconds_per_token=1e-3) == limits.min_seconds, "the speed is not known yet"

@@ -15,8 +15,10 @@ from headrace_worker.core.transfer.orders import (
     Disconnect,
     End,
     FetchOver,
+    Load,
     Order,
     Read,
+    Store,
     TransferReport,
 )
 from headrace_worker.core.transfer.shards import GroupShard, KvGroup, KvShards, RankShard, plan_routes
@@ -37,12 +39,18 @@ class Rank:
         self.pools = {layer: torch.zeros(2, BLOCKS, stop - first, POSITIONS, SIZE) for layer in range(LAYERS)}
         self.agent = KvAgent(f"test-{next(NAMES)}", list(self.pools.values()), "ucx:lo")
         self.reports: list[TransferReport] = []
+        self.host = {layer: torch.zeros(2, 20, stop - first, POSITIONS, SIZE) for layer in range(LAYERS)}
+        self.agent.register(list(self.host.values()))
+        there = (tuple(tuple(part.data_ptr() for part in pool) for pool in self.host.values()),)
+        self.slots = RankShard(shards.ranks[number].groups, b"", there)
         addresses = (tuple(tuple(part.data_ptr() for part in pool) for pool in self.pools.values()),)
         self.shard = RankShard(shards.ranks[number].groups, self.agent.metadata, addresses)
         self.number = number
 
     def start(self, shards: KvShards, check: Callable[[], None] = lambda: None) -> None:
-        self.worker = TransferWorker(self.number, shards, self.agent, CpuDevice(), self.reports.append, check)
+        self.worker = TransferWorker(
+            self.number, shards, self.agent, CpuDevice(), self.reports.append, check, self.slots
+        )
 
     def order(self, *orders: Order) -> None:
         """In a plan without work."""
@@ -188,6 +196,22 @@ def test_a_source_that_has_ended_fails_the_read(make_pair: Callable[[int, int], 
     assert [(report.fetch, report.good) for report in taking.await_reports(2) if isinstance(report, ChunkRead)] == [
         (9, False), (9, False)
     ]  # fmt: skip
+
+
+def test_blocks_go_to_host_memory_and_come_back(make_pair: Callable[[int, int], tuple[Replica, Replica]]) -> None:
+    replica, _ = make_pair(2, 1)
+    before = {layer: replica.whole(layer, THEIRS) for layer in range(LAYERS)}
+    slots = (19, 1, 7)
+    for rank in replica.ranks:
+        rank.order(Store(1, (tuple(THEIRS),), (slots,)))
+        rank.await_reports(1)
+        for pool in rank.pools.values():
+            pool.zero_()
+        rank.order(Load(2, (slots,), (tuple(MINE),)))
+        reports = [report for report in rank.await_reports(2) if isinstance(report, ChunkRead)]
+        assert [(report.fetch, report.good) for report in reports] == [(1, True), (2, True)]
+    for layer in range(LAYERS):
+        assert torch.equal(replica.whole(layer, MINE), before[layer])
 
 
 def test_neighbours_on_both_sides_are_one_piece() -> None:

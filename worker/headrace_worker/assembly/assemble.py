@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from headrace_proto.block_hash import BlockHasher
+from headrace_proto.quantities import size_text
 from headrace_worker.assembly.command_queue import CommandQueue
 from headrace_worker.assembly.step_memory import measure_step_memory
 from headrace_worker.assembly.step_thread import ThreadRunner
@@ -66,6 +67,7 @@ class RankPart:
     size: KvSize
     max_model_len: int
     max_num_seqs: int
+    host_slots: int  # for evicted blocks
     records: bool  # whether steps may be recorded for replay: the same on all ranks
     notes: list[str]  # sentences for the start
 
@@ -121,12 +123,19 @@ def assemble_part(
         notes.append(memory.unrecorded)
     max_num_seqs = size.max_num_seqs
     pools = KVPools.of(model, size.num_blocks, size.state_slots)
-    transfers = None
+    transfers, host_slots = None, (config.kv_offload_memory or 0) // max(1, model.layout.block_bytes)
+    if team is not None:
+        host_slots = min(team.gather_all(host_slots))
     if report_transfer is not None:
-        transfers, note = open_transfers(config, model, pools.layers, team, report_transfer)
+        transfers, note = open_transfers(config, model, pools.layers, host_slots, team, report_transfer)
         notes.append(note)
+        if host_slots:
+            size_of = size_text(host_slots * model.layout.block_bytes)
+            notes.append(f"Evicted KV blocks: {size_of} of host memory for {host_slots * config.block_size:,} tokens.")
     runner = Runner(model, pools, max_rows=max_num_seqs, max_len=max_model_len, kv_listener=transfers)
-    return RankPart(model, runner, transfers, size, max_model_len, max_num_seqs, not memory.unrecorded, notes)
+    return RankPart(
+        model, runner, transfers, size, max_model_len, max_num_seqs, host_slots, not memory.unrecorded, notes
+    )
 
 
 def assemble(
@@ -181,7 +190,12 @@ def assemble(
     if thread is not None:
         steps = ThreadRunner(steps, thread)
     engine = Engine(
-        Scheduler(limits, kv, time.monotonic), steps, time.monotonic, depth=depth, ranks=config.tp * config.pp
+        Scheduler(limits, kv, time.monotonic),
+        steps,
+        time.monotonic,
+        depth=depth,
+        ranks=config.tp * config.pp,
+        host_slots=part.host_slots if part.transfers is not None else 0,
     )
     # So that routers have a prediction from the first request on; recorded steps are faster than those of the warm-up.
     engine.latency.start(time_steps(stepper) if model.device.asynchronous else warm.steps)

@@ -7,8 +7,9 @@ from pathlib import Path
 from uuid import uuid4
 
 import msgspec
-import torch
+from torch import Tensor
 
+from headrace_proto.errors import MemoryTooSmallError
 from headrace_proto.role import Role
 from headrace_worker.assembly.command_queue import CommandQueue
 from headrace_worker.comm.failure_detection import FailureDetector
@@ -16,6 +17,7 @@ from headrace_worker.comm.interface import interface_of, rank_host
 from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.core.transfer.orders import TransferReport
 from headrace_worker.core.transfer.shards import RankShard
+from headrace_worker.device.rank_device import RankDevice
 from headrace_worker.kv_transfer.agent import KvAgent, TransfersUnavailableError
 from headrace_worker.kv_transfer.transfer_worker import TransferWorker
 from headrace_worker.model.attention import LayerCache
@@ -31,22 +33,27 @@ def open_transfers(
     config: ReplicaConfig,
     model: LoadedModel,
     caches: Mapping[int, LayerCache],
+    host_slots: int,
     team: Team | None,
     report: Callable[[TransferReport], None],
 ) -> tuple[TransferWorker | None, str]:
     """The worker, None where NIXL cannot be used; and a sentence for the start. All ranks call this.
 
-    caches: of this rank's layers. Raises TransfersUnavailableError for a replica of a pool, UnknownBackendError.
+    caches: of this rank's layers. host_slots: of host memory for evicted blocks. Raises TransfersUnavailableError for a
+    replica of a pool or with host slots, UnknownBackendError, MemoryTooSmallError.
     """
     rank = team.topology.rank if team is not None else 0
     shards = kv_shards(model.config, model.dtype_name, config.block_size, model.dtype.itemsize, config.tp, config.pp)
-    agent, reason = None, ""
+    agent, host, reason = None, {}, ""
     try:
-        pools = list({cache.pool.data_ptr(): cache.pool for cache in caches.values()}.values())
-        agent = KvAgent(f"{config.replica_id}-{rank}-{uuid4().hex}", pools, transport_of(config))
+        distinct = list({cache.pool.data_ptr(): cache.pool for cache in caches.values()}.values())
+        agent = KvAgent(f"{config.replica_id}-{rank}-{uuid4().hex}", distinct, transport_of(config))
+        host = _host_memory(caches, host_slots, model.device) if host_slots else {}
+        agent.register(list({pool.data_ptr(): pool for pool in host.values()}.values()))
     except TransfersUnavailableError as error:
         reason = str(error)
-    mine = _with_memory(shards.ranks[rank], agent, caches, model.device.torch_device)
+    pools = {layer: cache.pool for layer, cache in caches.items()}
+    mine = _with_memory(shards.ranks[rank], agent, pools)
     ranks = [mine]
     if team is not None:
         texts = team.new_all_gather("memory").gather(base64.b64encode(msgspec.msgpack.encode(mine)).decode())
@@ -54,7 +61,7 @@ def open_transfers(
     shards = msgspec.structs.replace(shards, ranks=tuple(ranks))
     if agent is None or not all(each.agent for each in ranks):
         reason = reason or "Another rank of this replica has no NIXL."
-        if config.role is not Role.BOTH:
+        if config.role is not Role.BOTH or host_slots:
             raise TransfersUnavailableError(reason)
         return None, reason
     check = team.detector.check if team is not None else lambda: None
@@ -76,21 +83,36 @@ def transport_of(config: ReplicaConfig) -> str:
     return f"{config.kv_transfer}:{','.join(devices)}"
 
 
-def _with_memory(
-    shard: RankShard, agent: KvAgent | None, caches: Mapping[int, LayerCache], device: torch.device
-) -> RankShard:
+def _host_memory(caches: Mapping[int, LayerCache], slots: int, device: RankDevice) -> dict[int, Tensor]:
+    """By layer [2, slots + 1, K, P, D] in host memory: layers that share a pool share it, too. Slot 0 is not used."""
+    made: dict[int, Tensor] = {}
+    try:
+        for cache in caches.values():
+            if cache.pool.data_ptr() not in made:
+                shape = (2, slots + 1, *cache.pool.shape[2:])
+                made[cache.pool.data_ptr()] = device.host_memory(shape, cache.pool.dtype)
+    except RuntimeError as error:
+        raise MemoryTooSmallError(
+            "--kv-offload-memory cannot be allocated in host memory: give a smaller one."
+        ) from error
+    return {layer: made[cache.pool.data_ptr()] for layer, cache in caches.items()}
+
+
+def _with_memory(shard: RankShard, agent: KvAgent | None, pools: Mapping[int, Tensor]) -> RankShard:
+    """pools: by layer."""
     if agent is None:
         return shard
     addresses = tuple(
-        tuple(tuple(part.data_ptr() for part in caches[layer].pool) for layer in group.layers) for group in shard.groups
+        tuple(tuple(part.data_ptr() for part in pools[layer]) for layer in group.layers) for group in shard.groups
     )
+    device = next(iter(pools.values())).device
     index = -1 if device.type == "cpu" else device.index
     return msgspec.structs.replace(shard, agent=agent.metadata, addresses=addresses, device=index)
 
 
 def to_commands(commands: CommandQueue) -> Callable[[TransferReport], None]:
     """For rank 0's transfer worker."""
-    return lambda report: commands.exchange(lambda exchange: exchange.fetcher.handle_report(report))
+    return lambda report: commands.exchange(lambda exchange: exchange.handle_report(report))
 
 
 def to_rank_0(detector: FailureDetector) -> Callable[[TransferReport], None]:

@@ -18,6 +18,7 @@ from headrace_worker.core.scheduler_counters import SchedulerCounters
 from headrace_worker.core.step_runner import RunnerBrokenError, StepRunner
 from headrace_worker.core.transfer.exchange import TransferExchange
 from headrace_worker.core.transfer.fetch import FetchCounters
+from headrace_worker.core.transfer.offload import OffloadCounters
 from headrace_worker.core.transfer.orders import Order
 from headrace_worker.core.transfer.source_peers import SourceSpeed
 
@@ -41,6 +42,7 @@ class LoadSnapshot:
     counters: SchedulerCounters
     fetches: FetchCounters
     grants: int
+    offload: OffloadCounters
     source_speeds: list[SourceSpeed]
     block_size: int  # tokens
 
@@ -60,11 +62,22 @@ class Engine:
     """
 
     def __init__(
-        self, scheduler: Scheduler, runner: StepRunner, clock: Callable[[], float], depth: int = 0, ranks: int = 1
+        self,
+        scheduler: Scheduler,
+        runner: StepRunner,
+        clock: Callable[[], float],
+        depth: int = 0,
+        ranks: int = 1,
+        host_slots: int = 0,
     ) -> None:
+        """host_slots: blocks that each rank's host memory holds, beside the pool."""
         self.scheduler = scheduler
         self.exchange = TransferExchange(
-            scheduler, ranks, clock, predict=lambda: (self.latency.cost.per_prefill_token, self.predicted_step)
+            scheduler,
+            ranks,
+            clock,
+            predict=lambda: (self.latency.cost.per_prefill_token, self.predicted_step),
+            host_slots=host_slots,
         )
         self.latency = StepLatency()
         self._runner = runner
@@ -101,7 +114,7 @@ class Engine:
         """Ends an attempt in any phase; None when the engine does not have it (any more)."""
         request = self._requests.pop(attempt_id, None)
         if request is not None:
-            self.exchange.fetcher.cancel(request)
+            self.exchange.cancel(request)
         return self.scheduler.end(request, Finish.CANCELLED) if request is not None else None
 
     def step(self) -> list[Output]:
@@ -158,7 +171,7 @@ class Engine:
         pool = scheduler.kv.pool
         return LoadSnapshot(
             running=len(scheduler.running),
-            waiting=len(scheduler.waiting) + len(self.exchange.fetcher),
+            waiting=len(scheduler.waiting) + len(self.exchange.fetcher) + self.exchange.offload.waiting,
             kv_usage=pool.used / pool.total,
             available_blocks=pool.available,
             missing_tokens=scheduler.missing_tokens,
@@ -167,12 +180,13 @@ class Engine:
             counters=scheduler.counters,
             fetches=self.exchange.fetcher.counters,
             grants=self.exchange.granter.granted,
+            offload=self.exchange.offload.counters,
             source_speeds=self.exchange.source_speeds(),
             block_size=scheduler.kv.block_size,
         )
 
     def take_cache_changes(self) -> list[CacheChange]:
-        return self.scheduler.kv.take_changes()
+        return self.exchange.offload.changes(self.scheduler.kv.take_changes())
 
     def _draw(self, launched: _Launched) -> list[Output]:
         """Masks are always current: built from tokens that are all read back, while this step's forward pass runs."""

@@ -88,9 +88,7 @@ class KvAgent:
         backend, _, devices = transport.partition(":")
         if devices:
             os.environ["UCX_NET_DEVICES"] = devices  # UCX reads it when the agent is made
-        device = tensors[0].device
         self._tensors = list(tensors)  # kept as long as they can be read
-        self._memory, self._index = ("DRAM", 0) if device.type == "cpu" else ("VRAM", device.index)
         try:
             self._agent = nixl.nixl_agent(name, nixl.nixl_agent_config(enable_prog_thread=False, backends=[]))
             if backend.upper() not in self._agent.get_plugin_list():
@@ -105,8 +103,21 @@ class KvAgent:
                 f"NIXL cannot register the KV cache (--kv-transfer {transport}): {str(error)[:200]}. Serve without "
                 "pools for prefill and decode."
             ) from error
-        self.metadata: bytes = self._agent.get_agent_metadata()
+        self.name = name
         self._uses: Counter[str] = Counter()
+
+    @property
+    def metadata(self) -> bytes:
+        """What other agents need to read the memory that is registered by now."""
+        return bytes(self._agent.get_agent_metadata())
+
+    def register(self, tensors: Sequence[Tensor]) -> None:
+        """Host memory, for copies within this agent. Raises TransfersUnavailableError."""
+        try:
+            self._agent.register_memory(list(tensors))
+        except Exception as error:
+            raise TransfersUnavailableError(f"NIXL cannot register host memory: {str(error)[:200]}.") from error
+        self._tensors += tensors
 
     def connect(self, metadata: bytes) -> str:
         """Returns the other agent's name. Raises ReadFailedError."""
@@ -139,24 +150,23 @@ class KvAgent:
             for notice in notices
         ]
 
-    def read(self, name: str, theirs: Pieces, mine: Pieces, their_device: int) -> Reading:
-        """Begins to read pieces of another agent's memory into this one's. Raises ReadFailedError."""
-        memory, index = ("DRAM", 0) if their_device < 0 else ("VRAM", their_device)
+    def read(self, name: str, theirs: Pieces, mine: Pieces, their_device: int, my_device: int) -> Reading:
+        """Begins to read pieces of an agent's memory into this one's. Devices: of GPUs; -1 = host memory.
+
+        Raises ReadFailedError.
+        """
         try:
             handle = self._agent.initialize_xfer(
-                "READ",
-                self._agent.get_xfer_descs(_on(mine, self._index), self._memory),
-                self._agent.get_xfer_descs(_on(theirs, index), memory),
-                name,
+                "READ", self._list(mine, my_device), self._list(theirs, their_device), name
             )
         except Exception as error:
             raise ReadFailedError(f"another rank's memory cannot be read: {str(error)[:200]}") from error
         return Reading(self._agent, handle, int(mine[:, 1].sum()))
 
+    def _list(self, pieces: Pieces, device: int) -> Any:
+        index = np.full(len(pieces), max(device, 0), np.uint64)
+        return self._agent.get_xfer_descs(np.column_stack((pieces, index)), "DRAM" if device < 0 else "VRAM")
+
     def close(self) -> None:
         """When no read is under way."""
         self._agent.deregister_memory(self._registered)
-
-
-def _on(pieces: Pieces, index: int) -> Pieces:
-    return np.column_stack((pieces, np.full(len(pieces), index, np.uint64)))

@@ -25,11 +25,13 @@ from headrace_worker.core.transfer.orders import (
     Disconnect,
     End,
     FetchOver,
+    Load,
     Order,
     Read,
+    Store,
     TransferReport,
 )
-from headrace_worker.core.transfer.shards import KvShards, Route
+from headrace_worker.core.transfer.shards import KvShards, RankShard, Route
 from headrace_worker.device.rank_device import Mark, RankDevice
 from headrace_worker.kv_transfer.agent import KvAgent, ReadFailedError, Reading
 from headrace_worker.kv_transfer.pieces import Layers, joined, layer_slices, pieces
@@ -37,6 +39,7 @@ from headrace_worker.kv_transfer.pieces import Layers, joined, layer_slices, pie
 log = structlog.get_logger(__name__)
 
 POLL_SECONDS = 5e-5
+SELF = 0  # of a peer: this rank
 MAX_ENDED = 1024  # fetches of which notices may still arrive
 _NOTICE = struct.Struct("<QII")  # fetch, chunk, slice
 
@@ -86,9 +89,10 @@ class _Announcing:
 
 @dataclass(slots=True)
 class _Reading:
-    """A chunk that is being read."""
+    """A chunk that is being read, or copied within this rank."""
 
-    order: Read
+    order: Read | Load | Store
+    key: tuple[int, int]  # peer, fetch
     launched: Mark  # until then its blocks are in use by steps
     left: set[tuple[int, int]]  # (route, slice) whose read has not begun
     under_way: list[Reading] = field(default_factory=list)
@@ -109,8 +113,10 @@ class TransferWorker:
         device: RankDevice,
         report: Callable[[TransferReport], None],
         check: Callable[[], None] = lambda: None,
+        host: RankShard | None = None,
     ) -> None:
-        """shards: with the memory of all ranks. `report` is called on the worker's thread.
+        """shards: with the memory of all ranks. `report` is called on the worker's thread. host: slots of this rank's
+        host memory, laid out like its blocks.
 
         `check` raises once what this rank computes may not be valid: a step of a lost group does not fail by itself.
         """
@@ -124,6 +130,9 @@ class TransferWorker:
         self._orders: queue.SimpleQueue[tuple[Order, WrittenLayers | None, Mark] | None] = queue.SimpleQueue()
         # Of the worker's thread:
         self._peers: dict[int, _Peer] = {}
+        self._host = host
+        whole = Route(rank, rank, shards.ranks[rank].groups)
+        self._self = _Peer(Connect(SELF, (), (), True), [whole], {rank: agent.name}, [layer_slices(whole)])
         self._closing: list[_Peer] = []  # to be forgotten when nothing is read from them
         self._served: set[tuple[int, int]] = set()  # fetches of targets
         self._announcing: list[_Announcing] = []
@@ -186,17 +195,20 @@ class TransferWorker:
                 if not computed and written is not None:
                     waiting = [list(range(len(each))) for each in self._peers[peer].slices]
                     self._announcing.append(_Announcing(order, written, waiting))
-            case Read(peer):
-                slices = self._peers[peer].slices
+            case Read() | Load() | Store():
+                number = order.peer if isinstance(order, Read) else SELF
+                slices = self._peer(number).slices
                 left = {(route, place) for route, each in enumerate(slices) for place in range(len(each))}
-                self._reading.append(_Reading(order, launched, left))
+                self._reading.append(_Reading(order, (number, order.fetch), launched, left))
             case End(peer, fetch):
                 self._served.discard((peer, fetch))
-                self._announcing = [each for each in self._announcing if _key(each.order) != (peer, fetch)]
+                self._announcing = [
+                    each for each in self._announcing if (each.order.peer, each.order.fetch) != (peer, fetch)
+                ]
                 if self._peers[peer].order.reads:
                     self._ended.append((peer, fetch))
                     for reading in self._reading:
-                        reading.failed = reading.failed or _key(reading.order) == (peer, fetch)
+                        reading.failed = reading.failed or reading.key == (peer, fetch)
         self._progress()
 
     def _connect(self, order: Connect) -> _Peer:
@@ -218,11 +230,11 @@ class TransferWorker:
             del self._notices[next(iter(self._notices))]
         self._announcing = [each for each in self._announcing if self._announce(each)]
         self._reading = [each for each in self._reading if self._read(each)]
-        for key in [key for key in self._ended if all(_key(each.order) != key for each in self._reading)]:
+        for key in [key for key in self._ended if all(each.key != key for each in self._reading)]:
             self._ended.remove(key)
             self._notices.pop(key[1], None)
             self._report(FetchOver(self._rank, key[1]))
-        for peer in [peer for peer in self._closing if all(_peer(each) != peer.order.peer for each in self._reading)]:
+        for peer in [peer for peer in self._closing if all(each.key[0] != peer.order.peer for each in self._reading)]:
             self._closing.remove(peer)
             for name in peer.agents.values():
                 self._agent.disconnect(name)
@@ -263,13 +275,13 @@ class TransferWorker:
             each.busy_since = None
         if (each.left and not each.failed) or each.under_way:
             return True
-        order = each.order
-        if not any(key == _key(order) for key in self._ended):
-            self._report(ChunkRead(self._rank, order.fetch, order.chunk, not each.failed, each.num_bytes, each.seconds))
+        chunk = each.order.chunk if isinstance(each.order, Read) else 0
+        if each.key not in self._ended:
+            self._report(ChunkRead(self._rank, each.key[1], chunk, not each.failed, each.num_bytes, each.seconds))
         return False
 
-    def _can_read(self, order: Read, route: int, place: int) -> bool:
-        if order.computed:
+    def _can_read(self, order: Read | Load | Store, route: int, place: int) -> bool:
+        if not isinstance(order, Read) or order.computed:
             return True
         peer = self._peers[order.peer]
         entry = (peer.agents.get(peer.routes[route].source, ""), (order.fetch, order.chunk, place))
@@ -282,28 +294,29 @@ class TransferWorker:
         return True
 
     def _begin_read(self, each: _Reading, number: int, place: int) -> None:
-        peer = self._peers[each.order.peer]
-        route = peer.routes[number]
-        layers, source = peer.slices[number][place], peer.order.ranks[route.source]
-        theirs, mine = joined(
-            pieces(self.shards, source, route, layers, each.order.theirs),
-            pieces(self.shards, self.shards.ranks[self._rank], route, layers, each.order.mine),
-        )
-        if not len(mine):
+        peer = self._peer(each.key[0])
+        route, own = peer.routes[number], self.shards.ranks[self._rank]
+        host = self._host or own
+        match each.order:
+            case Read(theirs=theirs, mine=mine):
+                sides = (peer.order.ranks[route.source], theirs), (own, mine)
+            case Load(slots=slots, blocks=blocks):
+                sides = (host, slots), (own, blocks)
+            case Store(blocks=blocks, slots=slots):
+                sides = (own, blocks), (host, slots)
+        (source, _), (target, _) = sides
+        layers = peer.slices[number][place]
+        there, here = joined(*(pieces(self.shards, shard, route, layers, numbers) for shard, numbers in sides))
+        if not len(here):
             return
         each.busy_since = each.busy_since or time.monotonic()
         try:
-            reading = self._agent.read(peer.agents[route.source], theirs, mine, source.device)
+            reading = self._agent.read(peer.agents[route.source], there, here, source.device, target.device)
         except (ReadFailedError, KeyError):
             each.failed = True
             return
         each.num_bytes += reading.num_bytes
         each.under_way.append(reading)
 
-
-def _key(order: Announce | Read) -> tuple[int, int]:
-    return order.peer, order.fetch
-
-
-def _peer(reading: _Reading) -> int:
-    return reading.order.peer
+    def _peer(self, number: int) -> _Peer:
+        return self._self if number == SELF else self._peers[number]

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from itertools import islice
 from typing import NamedTuple
 
 NULL_BLOCK = 0
@@ -52,8 +53,13 @@ class BlockPool:
         return len(self._free) + len(self._cached)
 
     @property
+    def free(self) -> int:
+        """Blocks without a content that can be allocated now."""
+        return len(self._free)
+
+    @property
     def used(self) -> int:
-        return self.total - self.available - len(self._quarantined)
+        return self.total - len(self._free) - len(self._cached) - len(self._quarantined)
 
     @property
     def cached(self) -> int:
@@ -89,6 +95,15 @@ class BlockPool:
             return None
         content = self._contents[block]
         return block if content is not None and content.tokens == tokens else None
+
+    def has(self, digest: bytes) -> bool:
+        """Whether some block has this content."""
+        return digest in self._by_digest
+
+    def oldest(self, count: int) -> list[tuple[int, Content]]:
+        """Cached blocks that are evicted next, in that order, and their contents."""
+        contents = ((block, self._contents[block]) for block in islice(self._cached, count))
+        return [(block, content) for block, content in contents if content is not None]
 
     def is_cached(self, block: int) -> bool:
         """Whether the block is not referenced and counts as available."""
@@ -160,6 +175,10 @@ class BlockPool:
         for block in blocks:
             self._quarantined.remove(block)
             self._free.append(block)
+
+    def still_has(self, block: int, content: Content) -> bool:
+        """Whether a block that had this content, as `oldest` returned it, has kept it since."""
+        return self._contents[block] is content
 
     def take_changes(self) -> list[CacheChange]:
         """Changes since the last call, in order."""

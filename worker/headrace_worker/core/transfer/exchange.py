@@ -11,7 +11,8 @@ from headrace_worker.core.transfer.fetching import Fetcher
 from headrace_worker.core.transfer.grant import GrantLimits
 from headrace_worker.core.transfer.granting import Granter
 from headrace_worker.core.transfer.messages import FromSource, ToSource
-from headrace_worker.core.transfer.orders import Order
+from headrace_worker.core.transfer.offload import FIRST_NUMBER, HostSlots, Offload
+from headrace_worker.core.transfer.orders import ChunkRead, Order, TransferReport
 from headrace_worker.core.transfer.source_peers import SourceSpeed
 
 
@@ -37,10 +38,14 @@ class TransferExchange:
         fetch_limits: FetchLimits | None = None,
         grant_limits: GrantLimits | None = None,
         predict: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0),
+        host_slots: int = 0,
     ) -> None:
-        """predict: seconds to compute a token here, and those of the newest step; 0 = not known yet."""
+        """predict: seconds to compute a token here, and those of the newest step; 0 = not known yet. host_slots: blocks
+        that each rank's host memory holds.
+        """
         self.fetcher = Fetcher(scheduler.kv, ranks, scheduler.limits.max_num_batched_tokens, clock, fetch_limits)
         self.granter = Granter(scheduler, clock, predict, grant_limits)
+        self.offload = Offload(scheduler.kv, ranks, HostSlots(host_slots), clock)
         self.moves_blocks = True  # whether this replica's ranks can read others' memory
         self._scheduler = scheduler
         self._clock = clock
@@ -48,12 +53,13 @@ class TransferExchange:
     @property
     def busy(self) -> bool:
         """Whether `tick` must be called."""
-        return bool(len(self.fetcher) or len(self.granter) or self.pending)
+        return bool(len(self.fetcher) or len(self.granter) or self.offload.busy or self.pending)
 
     @property
     def pending(self) -> bool:
         """Whether a plan must be launched, even one without work."""
-        return bool(self.fetcher.orders or self.granter.orders or self.fetcher.has_ready)
+        orders = self.fetcher.orders or self.granter.orders or self.offload.orders
+        return bool(orders or self.fetcher.has_ready or self.offload.has_ready)
 
     def compute_for_others(self, enabled: bool) -> None:
         """Whether prompts of other replicas are computed here from now on; those already granted are."""
@@ -61,22 +67,37 @@ class TransferExchange:
 
     def tick(self) -> None:
         """Called at the beginning of a step: queues the requests whose fetch has ended."""
-        for request in self.fetcher.tick():
+        for request in (*self.fetcher.tick(), *self.offload.tick()):
             self._scheduler.add(request)
         self.granter.tick()
 
     def begin(self, request: Request, seconds_per_token: float) -> bool:
-        """Starts a fetch if the request has a source. False: the caller must queue the request."""
-        if not (request.source and self.moves_blocks) or self._scheduler.kv.states is not None:  # no state is moved
+        """Starts a fetch if the request has a source, or a load. False: the caller must queue the request."""
+        if self._scheduler.kv.states is not None:  # no state is moved
             return False
         queued = self._scheduler.missing_tokens
-        return self.fetcher.begin(request, request.source, seconds_per_token, queued)
+        fetches = bool(request.source) and self.moves_blocks
+        if fetches and self.fetcher.begin(request, request.source, seconds_per_token, queued):
+            return True
+        return len(self.offload.slots) > 0 and self.offload.begin(request, seconds_per_token, queued)
+
+    def cancel(self, request: Request) -> None:
+        """The request has ended: so does its fetch or load, if it has one."""
+        if not self.offload.cancel(request):
+            self.fetcher.cancel(request)
+
+    def handle_report(self, report: TransferReport) -> None:
+        """Handles a report of any rank's transfer worker."""
+        if isinstance(report, ChunkRead) and report.fetch >= FIRST_NUMBER:
+            self.offload.handle_report(report)
+        else:
+            self.fetcher.handle_report(report)
 
     def take_orders(self, step: int) -> list[Order]:
         """The orders of a plan, after step `step` was planned (0: nothing to compute)."""
         self.granter.planned(step)
-        orders = self.granter.orders + self.fetcher.orders
-        self.fetcher.orders, self.granter.orders = [], []
+        orders = self.granter.orders + self.fetcher.orders + self.offload.orders
+        self.fetcher.orders, self.granter.orders, self.offload.orders = [], [], []
         return orders
 
     def source_speeds(self) -> list[SourceSpeed]:
@@ -92,4 +113,4 @@ class TransferExchange:
 
     def held(self) -> list[int]:
         """Blocks held besides those of the scheduler's requests."""
-        return self.fetcher.held() + self.granter.held()
+        return self.fetcher.held() + self.granter.held() + self.offload.held()

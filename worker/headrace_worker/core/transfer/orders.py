@@ -51,7 +51,23 @@ class End(Struct, frozen=True, tag="end"):
     fetch: int
 
 
-Order = Connect | Disconnect | Announce | Read | End
+class Load(Struct, frozen=True, tag="load"):
+    """Copy slots of this rank's host memory into blocks. Reported as a read of chunk 0."""
+
+    fetch: int
+    slots: tuple[tuple[int, ...], ...]  # per cache group
+    blocks: tuple[tuple[int, ...], ...]
+
+
+class Store(Struct, frozen=True, tag="store"):
+    """Copy blocks into slots of this rank's host memory. Reported as a read of chunk 0."""
+
+    fetch: int
+    blocks: tuple[tuple[int, ...], ...]  # per cache group
+    slots: tuple[tuple[int, ...], ...]
+
+
+Order = Connect | Disconnect | Announce | Read | End | Load | Store
 
 
 class ChunkRead(Struct, frozen=True, tag="read"):
