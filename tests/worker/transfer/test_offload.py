@@ -82,7 +82,7 @@ def make_host() -> Callable[..., Host]:
 
 @pytest.mark.parametrize("windows", [(0,), (0, 8), (8,)])
 def test_a_prompt_that_was_evicted_comes_back(make_host: Callable[..., Host], windows: tuple[int, ...]) -> None:
-    host = make_host(windows=windows, num_blocks=81 * len(windows))
+    host = make_host(windows=windows, num_blocks=81 * len(windows), host_slots=1000)
     bench = host.bench
     first = bench.request(prompt(1), 4)
     wanted = host.run(first)[first.attempt_id]

@@ -2,9 +2,9 @@
 
     cached, evicted next ── Store ─▶ in a slot of host memory ── a prompt begins with it ── Load ─▶ published again
 
-Both are copies within each rank, ordered like reads of other replicas' blocks and reported alike. A slot is pinned while
-it is copied; what was copied of a block that was evicted meanwhile is dropped. A load only fills the prefix cache: its
-request is queued afterwards.
+Both are copies within each rank, ordered like reads of other replicas' blocks and reported alike. A slot is pinned
+while it is copied; what was copied of a block that was evicted meanwhile is dropped. A load only fills the prefix
+cache: its request is queued afterwards.
 """
 
 from collections import OrderedDict
