@@ -40,7 +40,11 @@ _NAMES = {
     ("--chat-template-file",): "--chat-template FILE",
     ("--seed", "--random-seed", "-s"): "a request brings its own seed; leave it out",
     ("--quantization", "-q"): "quantized weights are read from GGUF files alone: headrace serve FILE.gguf",
-    ("--swap-space", "--cpu-offload-gb"): "all of the KV cache and the weights are on the device; leave it out",
+    ("--swap-space", "--cpu-offload-gb"): "running requests and the weights are on the device; leave it out",
+    ("--kv-offloading-size", "--kv-offloading-backend", "--hicache-size", "--hicache-ratio"): (
+        "evicted KV blocks go to host memory with --kv-offload-memory 8GiB"
+    ),
+    ("--enable-hierarchical-cache",): "--kv-offload-memory 8GiB",
     ("--max-logprobs",): "the key limits.top_logprobs of the config file bounds it",
     ("--scheduling-policy", "--schedule-policy"): "requests run in the order of their arrival; leave it out",
     ("--disable-log-requests", "--enable-log-requests", "--log-requests"): "requests are not logged; leave it out",

@@ -193,6 +193,7 @@ def test_kimi_delta_attention() -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
+        ({"kv_offload_memory": 1 << 30}, "does not go to host memory yet: leave --kv-offload-memory out"),
         ({"role": Role.PREFILL}, "recurrent state, which is not transferred yet: its replicas compute every prompt"),
     ],
 )

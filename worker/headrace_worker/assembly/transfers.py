@@ -44,7 +44,8 @@ def open_transfers(
     """
     rank = team.topology.rank if team is not None else 0
     shards = kv_shards(model.config, model.dtype_name, config.block_size, model.dtype.itemsize, config.tp, config.pp)
-    agent, host, reason = None, {}, ""
+    agent, reason = None, ""
+    host: dict[int, Tensor] = {}
     try:
         distinct = list({cache.pool.data_ptr(): cache.pool for cache in caches.values()}.values())
         agent = KvAgent(f"{config.replica_id}-{rank}-{uuid4().hex}", distinct, transport_of(config))
@@ -65,9 +66,9 @@ def open_transfers(
             raise TransfersUnavailableError(reason)
         return None, reason
     check = team.detector.check if team is not None else lambda: None
-    return TransferWorker(
-        rank, shards, agent, model.device, report, check
-    ), f"KV blocks move by NIXL ({transport_of(config)})."
+    slots = _with_memory(shards.ranks[rank], agent, host) if host else None
+    worker = TransferWorker(rank, shards, agent, model.device, report, check, slots)
+    return worker, f"KV blocks move by NIXL ({transport_of(config)})."
 
 
 def transport_of(config: ReplicaConfig) -> str:

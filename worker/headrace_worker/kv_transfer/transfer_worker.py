@@ -126,11 +126,12 @@ class TransferWorker:
         self._device = device
         self._report = report
         self._check = check
+        self.on_failure: Callable[[str], None] = lambda sentence: None  # the rank must end then
         self._written: WrittenLayers | None = None
         self._orders: queue.SimpleQueue[tuple[Order, WrittenLayers | None, Mark] | None] = queue.SimpleQueue()
         # Of the worker's thread:
         self._peers: dict[int, _Peer] = {}
-        self._host = host
+        self._slots = host or RankShard(())  # without host memory no order names it
         whole = Route(rank, rank, shards.ranks[rank].groups)
         self._self = _Peer(Connect(SELF, (), (), True), [whole], {rank: agent.name}, [layer_slices(whole)])
         self._closing: list[_Peer] = []  # to be forgotten when nothing is read from them
@@ -165,6 +166,13 @@ class TransferWorker:
     # -- on the worker's thread -----------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._run_orders()
+        except Exception as error:  # a bug, or a device that is lost: reads would never end
+            log.exception("kv_transfers_failed", rank=self._rank)
+            self.on_failure(f"the transfer thread failed: {error}")
+
+    def _run_orders(self) -> None:
         self._device.use()
         stopping = False
         with self._device.own_stream():
@@ -296,14 +304,13 @@ class TransferWorker:
     def _begin_read(self, each: _Reading, number: int, place: int) -> None:
         peer = self._peer(each.key[0])
         route, own = peer.routes[number], self.shards.ranks[self._rank]
-        host = self._host or own
         match each.order:
             case Read(theirs=theirs, mine=mine):
                 sides = (peer.order.ranks[route.source], theirs), (own, mine)
             case Load(slots=slots, blocks=blocks):
-                sides = (host, slots), (own, blocks)
+                sides = (self._slots, slots), (own, blocks)
             case Store(blocks=blocks, slots=slots):
-                sides = (own, blocks), (host, slots)
+                sides = (own, blocks), (self._slots, slots)
         (source, _), (target, _) = sides
         layers = peer.slices[number][place]
         there, here = joined(*(pieces(self.shards, shard, route, layers, numbers) for shard, numbers in sides))

@@ -251,6 +251,11 @@ def check_recurrent(config: Any, replica: ReplicaConfig, device_type: str = "cpu
         raise ModelUnsupportedError(
             f"{config.model_type} keeps recurrent state, which is computed on CPUs only so far: use --device cpu."
         )
+    if replica.kv_offload_memory:
+        raise ModelUnsupportedError(
+            f"{config.model_type} keeps recurrent state, which does not go to host memory yet: leave "
+            "--kv-offload-memory out."
+        )
     if replica.role is not Role.BOTH:
         raise ModelUnsupportedError(
             f"{config.model_type} keeps recurrent state, which is not transferred yet: its replicas compute every "

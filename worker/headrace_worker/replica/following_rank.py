@@ -33,6 +33,8 @@ class FollowingRank:
         self._team = team
         self._transfers = part.transfers
         self.loop = Follower(stage, team, choose_recorder(config, team.device) if part.records else None)
+        if part.transfers is not None:
+            part.transfers.on_failure = self.fail
         freeze_loaded()
         team.gather_all(0)  # pools are allocated: rank 0 warms all ranks up
         self._report = report

@@ -72,6 +72,8 @@ class ServingRank:
         loop.commands.exchange(lambda exchange: exchange.compute_for_others(config.role.prefills))
         if team is not None:
             team.detector.on_loss(loop.abandon)
+        if transfers is not None:
+            transfers.on_failure = self.fail
         if self._watch is not None:
             self._watch.start()
         report("ready", 1.0)

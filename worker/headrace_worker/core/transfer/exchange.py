@@ -45,7 +45,9 @@ class TransferExchange:
         """
         self.fetcher = Fetcher(scheduler.kv, ranks, scheduler.limits.max_num_batched_tokens, clock, fetch_limits)
         self.granter = Granter(scheduler, clock, predict, grant_limits)
-        self.offload = Offload(scheduler.kv, ranks, HostSlots(host_slots), clock)
+        self.offload = Offload(
+            scheduler.kv, ranks, HostSlots(host_slots), scheduler.limits.max_num_batched_tokens, clock
+        )
         self.moves_blocks = True  # whether this replica's ranks can read others' memory
         self._scheduler = scheduler
         self._clock = clock

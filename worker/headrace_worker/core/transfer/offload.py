@@ -23,7 +23,9 @@ FIRST_NUMBER = 1 << 32  # in orders and reports: those of fetches from other rep
 @dataclass(frozen=True, slots=True)
 class OffloadLimits:
     ahead: float = 0.25  # share of the pool that is free, or stored already and evicted next
-    batch: int = 64  # blocks of one order
+    ahead_steps: int = 4  # so many steps of prompts at least: a copy takes two
+    most_ahead: float = 0.5  # of the pool
+    batch: int = 128  # blocks of one order
     min_blocks: int = 2  # fewer are computed
     watermark: float = 0.05  # share of the pool that loads leave to running requests
     rest: float = 10.0  # seconds without stores after one that failed
@@ -116,6 +118,7 @@ class Offload:
     kv: KVManager
     ranks: int
     slots: HostSlots
+    step_tokens: int  # that a step computes at most
     clock: Callable[[], float]
     limits: OffloadLimits = OffloadLimits()
     counters: OffloadCounters = field(default_factory=OffloadCounters)
@@ -219,7 +222,10 @@ class Offload:
         pool = self.kv.pool
         if not self.slots.total or self.clock() < self._rest_until:
             return []
-        count = min(int(self.limits.ahead * pool.total) - pool.free, self.slots.total, self.limits.batch)
+        limits = self.limits
+        steps = limits.ahead_steps * self.kv.blocks_for(self.step_tokens)
+        ahead = max(int(limits.ahead * pool.total), min(steps, int(limits.most_ahead * pool.total)))
+        count = min(ahead - pool.free, self.slots.total, limits.batch)
         return [each for each in pool.oldest(max(0, count)) if each[1].digest not in self.slots]
 
     def _store(self, oldest: Sequence[tuple[int, Content]]) -> None:

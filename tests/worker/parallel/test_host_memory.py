@@ -1,0 +1,68 @@
+"""KV blocks that were evicted to host memory come back: a replica in this process, and one of several ranks."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from headrace_worker.replica import Replica
+from support.members import MEMBER
+from support.worker.tiny_models import replica_config
+
+BLOCK_BYTES = 2 * 3 * 2 * 4 * 16 * 4  # keys and values, layers, KV heads, positions, head size, float32
+BLOCKS = 200
+OPTIONS = {"kv_cache_memory": BLOCKS * BLOCK_BYTES, "kv_offload_memory": 8 << 20, "max_num_batched_tokens": 64}
+
+
+def prompts(count: int) -> list[list[int]]:
+    draw = Random(5)
+    return [[draw.randrange(3, 300) for _ in range(90)] for _ in range(count)]
+
+
+def ask_twice(stream: Any, folder: Path, check_oracle: Callable[..., None]) -> None:
+    """More prompts than the cache has room for, and the first ones again."""
+    many, done = prompts(14), []
+    for prompt in many:
+        done.append(stream.submit(prompt, 4).wait())
+        time.sleep(0.3)  # steps of this model are faster than copies: an idle engine stores what is evicted next
+    check_oracle(folder, many, done)
+    again = [stream.submit(prompt, 4).wait() for prompt in many[:4]]
+    check_oracle(folder, many[:4], again)
+    # The first one at least: from then on a load is known to take longer than the few layers of this model.
+    assert sum(one.cached_tokens for one in again) >= 88
+    counters = stream.load.counters
+    assert counters.blocks_stored > 100 and counters.blocks_loaded >= 20 and counters.load_seconds > 0
+
+
+@pytest.fixture
+def replica(save_tiny: Callable[..., Path]) -> Iterator[str]:
+    fields = {"max_num_seqs": 4, "max_model_len": 128} | OPTIONS
+    made = Replica(replica_config(save_tiny("llama"), replica_id="one", block_size=4, **fields), MEMBER.secret)
+    yield made.start().address
+    made.stop()
+
+
+def test_a_prompt_comes_back_from_host_memory(
+    replica: str, router_client: Any, save_tiny: Callable[..., Path], check_oracle: Callable[..., None]
+) -> None:
+    ask_twice(router_client.connect(replica), save_tiny("llama"), check_oracle)
+
+
+@pytest.mark.faults("ranks")
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_with_several_ranks(
+    tp: int,
+    pp: int,
+    rank_group: Callable[..., Any],
+    router_client: Any,
+    save_tiny: Callable[..., Path],
+    check_oracle: Callable[..., None],
+) -> None:
+    share = OPTIONS | {"kv_cache_memory": BLOCKS * BLOCK_BYTES // tp * (2 if pp == 2 else 3) // 3}
+    group = rank_group(tp, pp, save_tiny("llama"), replica_id="one", **share)
+    group.start()
+    group.ready()
+    ask_twice(router_client.connect(group.address), save_tiny("llama"), check_oracle)
