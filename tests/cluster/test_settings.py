@@ -33,6 +33,7 @@ def test_precedence(tmp_path: Path) -> None:
 _TEXTS = {  # settings with a notation of their own
     "port_range": "20000-20100",
     "kv_cache_memory": "1GiB",
+    "kv_offload_memory": "1GiB",
     "host": "localhost",
     "profile": "/somewhere",
     "defaults": '{"max_tokens": 7}',
