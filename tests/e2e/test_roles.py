@@ -24,7 +24,8 @@ TOKENS = 160
 @pytest.fixture(scope="module")
 def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
     """smollm2-0 and smollm2-1 decode, smollm2-2 computes prompts. The tests depend on their order."""
-    serve = Serve(tmp_path_factory.mktemp("roles") / "home", *LEAN, "--prefill", "1", "--decode", "2")
+    pools = ("--prefill", "1", "--decode", "2", "--disaggregation", "auto")  # prefill replicas do not answer
+    serve = Serve(tmp_path_factory.mktemp("roles") / "home", *LEAN, *pools)
     try:
         yield serve.await_ready()
     finally:
