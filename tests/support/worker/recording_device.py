@@ -1,8 +1,7 @@
 """Devices for tests without a GPU. They compute on the CPU; they do not emulate CUDA."""
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -130,21 +129,8 @@ class RecordingDevice(ReplayingDevice):
         self.note("mark", self.stream)
         return RecordedMark(self, self.stream)
 
-    def wait_for(self, mark: Mark) -> None:
-        assert isinstance(mark, RecordedMark)
-        self.note("wait_for", mark.stream)
-
     def synchronize(self) -> None:
         self.note("synchronize", self.stream)
-
-    @contextlib.contextmanager
-    def own_stream(self) -> Iterator[None]:  # type: ignore[override]
-        self.note("own_stream")
-        self._streams.name = threading.current_thread().name
-        try:
-            yield
-        finally:
-            del self._streams.name
 
     def is_lost(self, error: BaseException) -> bool:
         return self.lost is not None and isinstance(error, self.lost)

@@ -45,6 +45,7 @@ def replica(save_tiny: Callable[..., Path]) -> Iterator[str]:
     made.stop()
 
 
+@pytest.mark.faults("ranks")
 def test_a_prompt_comes_back_from_host_memory(
     replica: str, router_client: Any, save_tiny: Callable[..., Path], check_oracle: Callable[..., None]
 ) -> None:

@@ -44,13 +44,16 @@ def open_transfers(
     """
     rank = team.topology.rank if team is not None else 0
     shards = kv_shards(model.config, model.dtype_name, config.block_size, model.dtype.itemsize, config.tp, config.pp)
-    agent, reason = None, ""
+    agent: KvAgent | None = None
+    reason = ""
     host: dict[int, Tensor] = {}
     try:
         distinct = list({cache.pool.data_ptr(): cache.pool for cache in caches.values()}.values())
-        agent = KvAgent(f"{config.replica_id}-{rank}-{uuid4().hex}", distinct, transport_of(config))
-        host = _host_memory(caches, host_slots, model.device) if host_slots else {}
-        agent.register(list({pool.data_ptr(): pool for pool in host.values()}.values()))
+        made = KvAgent(f"{config.replica_id}-{rank}-{uuid4().hex}", distinct, transport_of(config))
+        if host_slots:
+            host = _host_memory(caches, host_slots, model.device)
+            made.register(list({pool.data_ptr(): pool for pool in host.values()}.values()))
+        agent = made
     except TransfersUnavailableError as error:
         reason = str(error)
     pools = {layer: cache.pool for layer, cache in caches.items()}

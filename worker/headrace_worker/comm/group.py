@@ -83,14 +83,6 @@ class Group:
         """Fill a contiguous tensor with what `source` sends; on a GPU the current stream waits for it."""
         return self.take(self.expect(tensor, source, tag))
 
-    def interrupt(self, peer: int, tag: int) -> None:
-        """Close all connections of a gloo group, from any thread: every wait on one raises an error.
-
-        gloo has no call for it, but an operation that times out does it. Nothing must ever be sent with `tag`.
-        """
-        with contextlib.suppress(RuntimeError):
-            self._backend.recv([torch.empty(1)], peer, tag).wait(timedelta(milliseconds=1))
-
     def abort(self) -> threading.Thread:
         """Ends the kernels of an NCCL group that wait for a rank, from any thread; nothing can be exchanged after it.
 

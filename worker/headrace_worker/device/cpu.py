@@ -1,6 +1,5 @@
 """The CPU as the device of a rank: everything is done when a call returns."""
 
-import contextlib
 from collections.abc import Callable, Sequence
 
 import torch
@@ -82,14 +81,8 @@ class CpuDevice:
     def mark(self) -> Mark:
         return _REACHED
 
-    def wait_for(self, mark: Mark) -> None:
-        """All marks are reached."""
-
     def synchronize(self) -> None:
         """Nothing runs."""
-
-    def own_stream(self) -> contextlib.AbstractContextManager[object]:
-        return contextlib.nullcontext()
 
     def recorder(self) -> GraphRecorder | None:
         return None

@@ -1,6 +1,5 @@
 """A GPU as the device of a rank."""
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -129,14 +128,8 @@ class CudaDevice:
         event.record(torch.cuda.current_stream(self.torch_device))
         return event  # type: ignore[no-any-return]
 
-    def wait_for(self, mark: Mark) -> None:
-        torch.cuda.current_stream(self.torch_device).wait_event(mark)  # type: ignore[arg-type]
-
     def synchronize(self) -> None:
         torch.cuda.current_stream(self.torch_device).synchronize()
-
-    def own_stream(self) -> contextlib.AbstractContextManager[object]:
-        return torch.cuda.stream(torch.cuda.Stream(self.torch_device))  # type: ignore[no-untyped-call]
 
     def recorder(self) -> GraphRecorder | None:
         return CudaRecorder(self.torch_device)

@@ -4,7 +4,6 @@
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Protocol, TypeVar
 
 import torch
@@ -113,16 +112,8 @@ class RankDevice(Protocol):
         """The end of what this thread's current stream has."""
         ...
 
-    def wait_for(self, mark: Mark) -> None:
-        """What is launched on this thread's current stream from now on runs after the mark."""
-        ...
-
     def synchronize(self) -> None:
         """Waits on the host for this thread's current stream."""
-        ...
-
-    def own_stream(self) -> AbstractContextManager[object]:
-        """What is launched inside does not queue behind the work of other threads."""
         ...
 
     def recorder(self) -> GraphRecorder | None:

@@ -175,21 +175,20 @@ class TransferWorker:
     def _run_orders(self) -> None:
         self._device.use()
         stopping = False
-        with self._device.own_stream():
-            while not stopping or self._reading:
-                idle = not (self._served or self._announcing or self._reading or self._closing or stopping)
-                try:
-                    entry = self._orders.get(block=idle)
-                except queue.Empty:
-                    self._progress()
-                    time.sleep(POLL_SECONDS)
-                    continue
-                if entry is None:
-                    stopping = True
-                    for reading in self._reading:
-                        reading.failed = True
-                elif not stopping:
-                    self._take(*entry)
+        while not stopping or self._reading:
+            idle = not (self._served or self._announcing or self._reading or self._closing or stopping)
+            try:
+                entry = self._orders.get(block=idle)
+            except queue.Empty:
+                self._progress()
+                time.sleep(POLL_SECONDS)
+                continue
+            if entry is None:
+                stopping = True
+                for reading in self._reading:
+                    reading.failed = True
+            elif not stopping:
+                self._take(*entry)
         self._agent.close()
 
     def _take(self, order: Order, written: WrittenLayers | None, launched: Mark) -> None:
