@@ -398,7 +398,7 @@ class TokenLogprobs(_message.Message):
     def __init__(self, logprob: _Optional[float] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("running", "waiting", "kv_usage", "free_blocks", "waiting_tokens", "predicted_step_ms", "step_model", "draining", "counters", "sources")
+    __slots__ = ("running", "waiting", "kv_usage", "free_blocks", "waiting_tokens", "predicted_step_ms", "step_model", "draining", "counters", "sources", "load_token_ms")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     KV_USAGE_FIELD_NUMBER: _ClassVar[int]
@@ -409,6 +409,7 @@ class Load(_message.Message):
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     SOURCES_FIELD_NUMBER: _ClassVar[int]
+    LOAD_TOKEN_MS_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     kv_usage: float
@@ -419,7 +420,8 @@ class Load(_message.Message):
     draining: bool
     counters: Counters
     sources: _containers.RepeatedCompositeFieldContainer[SourceSpeed]
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_usage: _Optional[float] = ..., free_blocks: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., predicted_step_ms: _Optional[float] = ..., step_model: _Optional[_Union[StepModel, _Mapping]] = ..., draining: _Optional[bool] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., sources: _Optional[_Iterable[_Union[SourceSpeed, _Mapping]]] = ...) -> None: ...
+    load_token_ms: float
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_usage: _Optional[float] = ..., free_blocks: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., predicted_step_ms: _Optional[float] = ..., step_model: _Optional[_Union[StepModel, _Mapping]] = ..., draining: _Optional[bool] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., sources: _Optional[_Iterable[_Union[SourceSpeed, _Mapping]]] = ..., load_token_ms: _Optional[float] = ...) -> None: ...
 
 class SourceSpeed(_message.Message):
     __slots__ = ("address", "per_token_ms", "bytes_per_second")
@@ -432,7 +434,7 @@ class SourceSpeed(_message.Message):
     def __init__(self, address: _Optional[str] = ..., per_token_ms: _Optional[float] = ..., bytes_per_second: _Optional[float] = ...) -> None: ...
 
 class Counters(_message.Message):
-    __slots__ = ("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "preemptions", "steps", "fetches", "fetches_failed", "fetched_bytes", "fetch_seconds", "grants", "not_finite", "idle_steps", "blocks_stored", "blocks_loaded", "load_seconds")
+    __slots__ = ("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "preemptions", "steps", "fetches", "fetches_failed", "fetched_bytes", "fetch_seconds", "grants", "not_finite", "idle_steps", "blocks_stored", "blocks_loaded", "load_seconds", "blocks_saved", "blocks_filled")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     GENERATION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_CACHE_QUERIES_FIELD_NUMBER: _ClassVar[int]
@@ -449,6 +451,8 @@ class Counters(_message.Message):
     BLOCKS_STORED_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_LOADED_FIELD_NUMBER: _ClassVar[int]
     LOAD_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_SAVED_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FILLED_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     generation_tokens: int
     prefix_cache_queries: int
@@ -465,7 +469,9 @@ class Counters(_message.Message):
     blocks_stored: int
     blocks_loaded: int
     load_seconds: float
-    def __init__(self, prompt_tokens: _Optional[int] = ..., generation_tokens: _Optional[int] = ..., prefix_cache_queries: _Optional[int] = ..., prefix_cache_hits: _Optional[int] = ..., preemptions: _Optional[int] = ..., steps: _Optional[int] = ..., fetches: _Optional[int] = ..., fetches_failed: _Optional[int] = ..., fetched_bytes: _Optional[int] = ..., fetch_seconds: _Optional[float] = ..., grants: _Optional[int] = ..., not_finite: _Optional[int] = ..., idle_steps: _Optional[int] = ..., blocks_stored: _Optional[int] = ..., blocks_loaded: _Optional[int] = ..., load_seconds: _Optional[float] = ...) -> None: ...
+    blocks_saved: int
+    blocks_filled: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., generation_tokens: _Optional[int] = ..., prefix_cache_queries: _Optional[int] = ..., prefix_cache_hits: _Optional[int] = ..., preemptions: _Optional[int] = ..., steps: _Optional[int] = ..., fetches: _Optional[int] = ..., fetches_failed: _Optional[int] = ..., fetched_bytes: _Optional[int] = ..., fetch_seconds: _Optional[float] = ..., grants: _Optional[int] = ..., not_finite: _Optional[int] = ..., idle_steps: _Optional[int] = ..., blocks_stored: _Optional[int] = ..., blocks_loaded: _Optional[int] = ..., load_seconds: _Optional[float] = ..., blocks_saved: _Optional[int] = ..., blocks_filled: _Optional[int] = ...) -> None: ...
 
 class StepModel(_message.Message):
     __slots__ = ("base_ms", "per_prefill_token_ms", "per_decode_sequence_ms", "per_kv_token_ms", "error_ms")
@@ -504,16 +510,18 @@ class CacheFrame(_message.Message):
     def __init__(self, boot_id: _Optional[bytes] = ..., sequence: _Optional[int] = ..., snapshot: _Optional[bool] = ..., snapshot_end: _Optional[bool] = ..., events: _Optional[_Iterable[_Union[CacheEvent, _Mapping]]] = ...) -> None: ...
 
 class CacheEvent(_message.Message):
-    __slots__ = ("group", "stored", "removed", "cleared")
+    __slots__ = ("group", "stored", "removed", "cleared", "offloaded")
     GROUP_FIELD_NUMBER: _ClassVar[int]
     STORED_FIELD_NUMBER: _ClassVar[int]
     REMOVED_FIELD_NUMBER: _ClassVar[int]
     CLEARED_FIELD_NUMBER: _ClassVar[int]
+    OFFLOADED_FIELD_NUMBER: _ClassVar[int]
     group: int
     stored: _containers.RepeatedScalarFieldContainer[bytes]
     removed: _containers.RepeatedScalarFieldContainer[bytes]
     cleared: bool
-    def __init__(self, group: _Optional[int] = ..., stored: _Optional[_Iterable[bytes]] = ..., removed: _Optional[_Iterable[bytes]] = ..., cleared: _Optional[bool] = ...) -> None: ...
+    offloaded: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, group: _Optional[int] = ..., stored: _Optional[_Iterable[bytes]] = ..., removed: _Optional[_Iterable[bytes]] = ..., cleared: _Optional[bool] = ..., offloaded: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class HealthRequest(_message.Message):
     __slots__ = ("interval_ms",)

@@ -34,6 +34,8 @@ _TEXTS = {  # settings with a notation of their own
     "port_range": "20000-20100",
     "kv_cache_memory": "1GiB",
     "kv_offload_memory": "1GiB",
+    "kv_offload_dir": "/var/cache/headrace",
+    "kv_offload_dir_size": "10GiB",
     "host": "localhost",
     "profile": "/somewhere",
     "defaults": '{"max_tokens": 7}',

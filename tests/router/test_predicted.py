@@ -20,6 +20,24 @@ def test_a_cached_prefix_is_worth_a_queue_that_is_shorter_than_the_prefix() -> N
         assert plan(Predicted(), [holder, replica()], work(1000, [900, 0], held=[0, 0])).target == expected
 
 
+def test_loading_a_prefix_costs_what_was_measured() -> None:
+    """Host memory or disk: between what is in the cache and what must be computed."""
+    near, far = replica(load={"load_token_ms": 0.1}), replica()
+
+    def chosen(slow: float, other: int) -> int:
+        loading = replica(load={"load_token_ms": slow})
+        of = work(1000, [900, other], held=[0, 0], offloaded=[900, 0])
+        return plan(Predicted(), [loading, replica()], of).target
+
+    of = work(1000, [900, 900], held=[0, 0], offloaded=[900, 0])
+    assert plan(Predicted(), [near, far], of).target == 1, "one of the two has it in its cache"
+    assert [chosen(0.1, other) for other in (0, 500, 880)] == [0, 0, 1]
+    assert [chosen(0.8, other) for other in (0, 500)] == [0, 1]
+    slow = [replica(load={"load_token_ms": 5.0})]
+    prediction = plan(Predicted(), slow, work(1000, [900], held=[0], offloaded=[900])).prediction
+    assert prediction is not None and prediction.first_token >= 1.0, "it is computed"
+
+
 def test_waiting_requests_make_computing_again_dearer() -> None:
     """As many as wait now come after it: each of them would wait for the prompt."""
     queue = {"waiting": 8, "waiting_tokens": 1500}

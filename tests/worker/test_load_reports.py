@@ -26,7 +26,7 @@ from headrace_worker.server.outbox import Outbox
 from support.members import MEMBER, METADATA
 
 LOAD = LoadSnapshot(
-    1, 0, 0.5, 8, 0, 0.01, StepCost(), SchedulerCounters(), FetchCounters(), 0, OffloadCounters(), [], 4
+    1, 0, 0.5, 8, 0, 0.01, StepCost(), SchedulerCounters(), FetchCounters(), 0, OffloadCounters(), 0.0, [], 4
 )
 
 

@@ -222,8 +222,10 @@ class Serve:
     def _start_controller(self, controller: ControllerProcess, ray: LocalRay, logs: Path) -> None:
         secret_file = self._spec.control.secret_file
         if secret_file is None:
-            secret_file = ray.folder / "secret"
-            state.write_private(secret_file, f"{state.new_key()}\n")
+            kept = any(model.kv_offload_dir for model in self._spec.models)  # the names of blocks on disk depend on it
+            secret_file = (state.home() if kept else ray.folder) / "secret"
+            if not (kept and secret_file.exists()):
+                state.write_private(secret_file, f"{state.new_key()}\n")
         self._record.update(
             control_address=controller.control_address,
             secret_file=str(secret_file),

@@ -26,7 +26,7 @@ class CacheFeed:
 
     def add(self, changes: Iterable[CacheChange]) -> None:
         """Those of a step."""
-        for _, digest, stored in changes:
+        for _, digest, stored, _ in changes:  # simulated replicas have no host memory for evicted blocks
             if stored:
                 self._held[digest] = None
             else:

@@ -118,6 +118,20 @@ class ModelSpec(Section, ReplicaSettings):  # type: ignore[misc]  # frozen by it
         description="host memory per rank for KV blocks that the cache evicts, e.g. 8GiB; none: they are gone",
         json_schema_extra=flag("--kv-offload-memory", help="host memory per rank for evicted KV blocks, such as 8GiB"),
     )
+    kv_offload_dir: str | None = Field(
+        default=None,
+        min_length=1,
+        description="a folder on each node where the blocks in host memory are kept, too, also over restarts",
+        json_schema_extra=flag("--kv-offload-dir", help="a folder that keeps evicted KV blocks over restarts"),
+    )
+    kv_offload_dir_size: Bytes | None = Field(
+        default=None,
+        ge=1 << 20,
+        description="per rank, e.g. 100GiB; none: four times kv_offload_memory",
+        json_schema_extra=flag(
+            "--kv-offload-dir-size", help="bytes per rank in that folder; 4 times --kv-offload-memory"
+        ),
+    )
     cpu_share: float = Field(
         default=0.05,
         gt=0,

@@ -241,13 +241,17 @@ class FleetPlacement(Generic[C]):
                 self._fleet.index.reuse.asked(blocks.digests)
         candidates = table.at(rows)
         computing = table.at(prefill)
-        cached = self._cached(rows, request)
+        cached, offloaded = self._cached(rows, request)
+        held = np.zeros_like(cached)
+        if cached.any() and sources:  # another replica reads what is in the cache itself
+            held = np.subtract(*self._cached(rows, request, held=True))
         work = Work(
             request,
             output_tokens,
             cached,
-            self._cached(rows, request, held=True) if cached.any() and sources else np.zeros_like(cached),
-            self._cached(prefill, request),
+            offloaded,
+            held,
+            np.subtract(*self._cached(prefill, request)),
             self._answers.left(request.model, request.sampling.max_tokens, output_tokens),
             self._disaggregation,
             self._least_disaggregated,
@@ -270,15 +274,20 @@ class FleetPlacement(Generic[C]):
         )
         return Placed(candidates[plan.target], source, int(cached[plan.target]), decision)
 
-    def _cached(self, rows: Rows, request: ChoiceRequest, *, held: bool = False) -> Tokens:
-        """Leading tokens of the prompt that are in the replicas' caches, as far as it is known, without its last."""
-        cached = np.zeros(len(rows), np.int64)
+    def _cached(self, rows: Rows, request: ChoiceRequest, *, held: bool = False) -> tuple[Tokens, Tokens]:
+        """Leading tokens of the prompt that are in the replicas' caches, as far as it is known, without its last.
+
+        And how many of these are in host memory or on disk alone.
+        """
+        cached, offloaded = np.zeros((2, len(rows)), np.int64)
         limit = len(request.prompt_token_ids) - 1
         for scheme, blocks in request.blocks.items() if len(rows) else ():
             lengths = blocks.cached_tokens(self._fleet.index, limit, held=held)
             if lengths.any():
-                cached += self._fleet.table.of_slots(lengths, scheme, rows)
-        return cached
+                found = self._fleet.table.of_slots(lengths, scheme, rows)
+                cached += found
+                offloaded += self._fleet.table.offloaded(blocks, scheme, self._fleet.index, rows, found)
+        return cached, offloaded
 
 
 def _considered(candidates: Sequence[ReplicaState[C]], plan: Plan, cached: Tokens) -> tuple[Considered, ...]:

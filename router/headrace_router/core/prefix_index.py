@@ -381,6 +381,17 @@ class PrefixIndex:
         lengths[members(having) // 2] = count
         return lengths
 
+    def count(self, digests: Digests, lengths: Lengths) -> Lengths:
+        """By slot: how many of so many leading blocks of a prompt each replica has, [slots]. lengths: by slot."""
+        counts = np.zeros(self._slots, np.int64)
+        if lengths.any():
+            count, runs = self._runs(digests)
+            stops = [start for start, _ in runs[1:]] + [count]
+            for (start, code), stop in zip(runs, stops, strict=True):
+                slots = members(self._held_bits(self._sets.mask(code) & self._open)) // 2
+                counts[slots] += np.clip(lengths[slots], start, stop) - start
+        return counts
+
     def holders(self, digests: Digests, slots: Lengths, *, held: bool = False) -> NDArray[np.bool_]:
         """Whether each of these slots' replicas has each of these blocks, [blocks, slots]."""
         bits = self._held_bits if held else self._first_bits

@@ -73,6 +73,13 @@ class PromptBlocks:
             most[slots] = count - covered[::-1].argmax(axis=0)  # a prefix of no blocks is covered
         return most * self.block_size
 
+    def offloaded_tokens(self, index: PrefixIndex, cached: Lengths) -> Lengths:
+        """By slot of offloaded blocks: of that many cached tokens, how many are not in the cache itself, [slots]."""
+        most = np.zeros(index.slots, np.int64)
+        for group in self.groups:
+            most = np.maximum(most, index.count(group.digests, cached // self.block_size))
+        return most * self.block_size
+
     def _covered(self, holders: NDArray[np.bool_], window: int) -> NDArray[np.bool_]:
         """[blocks + 1, replicas]: whether all blocks that the query after so many blocks sees are there."""
         count, replicas = holders.shape
@@ -178,6 +185,7 @@ class ReplicaBlocks:
     def __init__(self, index: PrefixIndex) -> None:
         self._index = index
         self.slot = index.open()
+        self.offloaded_slot: int | None = None  # of blocks that are in host memory or on disk alone, if there were any
         self.complete = False  # the blocks are those of a snapshot and all increments since
         self.held = 0  # blocks that the replica has
         self.full = False  # the index had no place for some of them
@@ -225,7 +233,8 @@ class ReplicaBlocks:
         applied = 0
         for event in events:
             remove = partial(self._remove, followed=event.group != self.state_group)
-            for hashes, apply in ((event.removed, remove), (event.stored, self._add)):
+            changes = ((event.removed, remove), (event.offloaded, self._add_offloaded), (event.stored, self._add))
+            for hashes, apply in changes:
                 for start in range(0, len(hashes), SLICE_HASHES):
                     if applied >= SLICE_HASHES:
                         applied = 0
@@ -247,7 +256,7 @@ class ReplicaBlocks:
     def close(self) -> None:
         """The replica has left: it is not used again."""
         self._closed = True
-        self._index.close(self.slot)
+        self._close_slots()
 
     def expect(self, attempt_id: bytes, digests: Digests) -> None:
         """The replica computes these distinct blocks for an attempt, or has them.
@@ -305,8 +314,8 @@ class ReplicaBlocks:
 
     def _cleared_slices(self) -> Iterator[None]:
         """Forgets what the replica holds; what it will hold stays, and is stored in slices, with a pause after each."""
-        self._index.close(self.slot)
         self._cleared.append(self.slot)
+        self._close_slots()
         self.slot = self._index.open()
         self.full, self.held = False, 0
         expected = list(self._attempts)
@@ -318,6 +327,7 @@ class ReplicaBlocks:
     def _remove(self, digests: Digests, *, followed: bool) -> None:
         digests = np.unique(digests)
         self._end_expectation(digests)
+        self._end_offload(digests)
         removed = self._index.remove(self.slot, digests)
         # An increment may also remove what was stored and removed since the last one.
         self.held = max(0, self.held - (len(digests) if self.full else removed))
@@ -327,7 +337,27 @@ class ReplicaBlocks:
     def _add(self, digests: Digests) -> None:
         digests = np.unique(digests)  # the table requires it; a peer may send anything
         self._end_expectation(digests)
+        self._end_offload(digests)
         self.held += self._store(digests, expected=False)
+
+    def _add_offloaded(self, digests: Digests) -> None:
+        self._add(digests)
+        if self.offloaded_slot is None:
+            self.offloaded_slot = self._index.open()
+        try:
+            self._index.store(self.offloaded_slot, np.unique(digests))
+        except TableFullError:
+            self.full = True
+
+    def _end_offload(self, digests: Digests) -> None:
+        if self.offloaded_slot is not None:
+            self._index.remove(self.offloaded_slot, digests)
+
+    def _close_slots(self) -> None:
+        self._index.close(self.slot)
+        if self.offloaded_slot is not None:
+            self._index.close(self.offloaded_slot)
+            self.offloaded_slot = None
 
     def _end_expectation(self, digests: Digests) -> None:
         """What the replica reports of a block counts from now on, not what was expected of it."""

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from headrace_proto.replica_pb2 import ModelFacts
 from headrace_router.core.policy.interface import COLUMNS, View, row
-from headrace_router.core.replica_blocks import HashScheme
+from headrace_router.core.prefix_index import PrefixIndex
+from headrace_router.core.replica_blocks import HashScheme, PromptBlocks
 from headrace_router.core.replica_state import C, ReplicaState
 
 NONE = -1
@@ -43,10 +44,16 @@ def _slot(_: object, replica: ReplicaState[Any]) -> int:
     return replica.blocks.slot if replica.blocks is not None else 0
 
 
+def _offloaded_slot(_: object, replica: ReplicaState[Any]) -> int:
+    slot = replica.blocks.offloaded_slot if replica.blocks is not None else None
+    return NONE if slot is None else slot
+
+
 _OF_TABLE = {
     "model": _model,
     "scheme": _scheme,  # of hashing; NONE without
     "slot": _slot,  # in the prefix index
+    "offloaded_slot": _offloaded_slot,  # the same, of blocks in host memory or on disk; NONE without
 }
 _AT = COLUMNS | {name: len(COLUMNS) + place for place, name in enumerate([*_OF_REPLICA, *_OF_TABLE])}
 _read_replica, _read_numbers = attrgetter(*_OF_REPLICA.values()), tuple(_OF_TABLE.values())
@@ -188,6 +195,17 @@ class ReplicaTable(Generic[C]):
         """Values by slot of the prefix index, for these replicas; 0 for those with another scheme."""
         slots = self.column("slot", rows).astype(np.int64)
         return np.where(self.column("scheme", rows) == self.hash_schemes.get(scheme, NONE - 1), values[slots], 0)
+
+    def offloaded(self, blocks: PromptBlocks, scheme: HashScheme, index: PrefixIndex, rows: Rows, cached: Rows) -> Rows:
+        """Of so many cached tokens of a prompt, how many are in host memory or on disk alone, for these replicas."""
+        slots = self.column("offloaded_slot", rows).astype(np.int64)
+        has = (slots != NONE) & (self.column("scheme", rows) == self.hash_schemes.get(scheme, NONE - 1))
+        tokens = np.zeros(len(rows), np.int64)
+        if has.any():
+            lengths = np.zeros(index.slots, np.int64)
+            lengths[slots[has]] = cached[has]
+            tokens[has] = blocks.offloaded_tokens(index, lengths)[slots[has]]
+        return tokens
 
     def view(self, rows: Rows) -> View:
         """For a policy, valid until the next `refresh`: of all replicas in order it is not a copy."""

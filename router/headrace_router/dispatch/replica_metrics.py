@@ -104,7 +104,9 @@ COUNTERS = (
     ),
     Counter("headrace_kv_blocks_stored", "KV blocks copied to host memory before their eviction", "blocks_stored"),
     Counter("headrace_kv_blocks_loaded", "KV blocks copied back from host memory", "blocks_loaded"),
-    Counter("headrace_kv_load_seconds", "Seconds that copies from host memory took", "load_seconds"),
+    Counter("headrace_kv_load_seconds", "Seconds that requests waited for these blocks", "load_seconds"),
+    Counter("headrace_kv_blocks_saved", "KV blocks written to disk", "blocks_saved"),
+    Counter("headrace_kv_blocks_filled", "KV blocks read from disk", "blocks_filled"),
     Counter("headrace_kv_grants", "Prompts computed, or sent, for other replicas", "grants"),
     Counter("headrace_not_finite", "Attempts that ended since the model's output was not finite", "not_finite"),
 )

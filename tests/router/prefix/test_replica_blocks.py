@@ -12,7 +12,9 @@ from headrace_router.core.prefix_index import PrefixIndex, digests_of
 from headrace_router.core.replica_blocks import (
     EXPECTED_SECONDS,
     SLICE_HASHES,
+    GroupBlocks,
     MissedEventsError,
+    PromptBlocks,
     ReplicaBlocks,
 )
 from headrace_worker.core.kv.blocks import CacheChange
@@ -29,19 +31,28 @@ class Replica:
     def __init__(self, chance: random.Random) -> None:
         self.chance = chance
         self.held: set[bytes] = set()
+        self.offloaded: set[bytes] = set()  # of these
         self.hub = CacheEventHub(chance.randbytes(16))
 
     def step(self) -> None:
         changes = []
         for digest in self.chance.sample(HASHES, self.chance.randrange(1, 12)):
             stored = self.chance.random() < 0.6
-            changes.append(CacheChange(HASHES.index(digest) % 2, digest, stored))
-            (self.held.add if stored else self.held.discard)(digest)
+            offloaded = not stored and self.chance.random() < 0.5
+            changes.append(CacheChange(HASHES.index(digest) % 2, digest, stored, offloaded))
+            (self.held.add if stored or offloaded else self.held.discard)(digest)
+            (self.offloaded.add if offloaded else self.offloaded.discard)(digest)
         self.hub.publish(changes)
 
 
 def held(index: PrefixIndex, blocks: ReplicaBlocks) -> set[bytes]:
-    found = index.holders(ALL, np.array([blocks.slot]))[:, 0]
+    return in_slot(index, blocks.slot)
+
+
+def in_slot(index: PrefixIndex, slot: int | None) -> set[bytes]:
+    if slot is None:
+        return set()
+    found = index.holders(ALL, np.array([slot]))[:, 0]
     return {digest for digest, has in zip(HASHES, found.tolist(), strict=True) if has}
 
 
@@ -90,10 +101,12 @@ def test_it_equals_the_replicas_cache(seed: int, monkeypatch: pytest.MonkeyPatch
             needed += sum(await asyncio.gather(*(follow(replica, router, 60) for router in routers)))
             # The last messages may have been lost: the next one shows it.
             for router in routers:
-                if not router.complete or held(index, router) != replica.held:
+                known = held(index, router), in_slot(index, router.offloaded_slot)
+                if not router.complete or known != (replica.held, replica.offloaded):
                     router.lost()
                     await follow(replica, router, 0)
                 assert held(index, router) == replica.held and router.complete
+                assert in_slot(index, router.offloaded_slot) == replica.offloaded
         assert needed > 6, "messages were lost"
 
     asyncio.run(run())
@@ -123,6 +136,27 @@ def test_increments_must_follow_a_snapshot_without_a_gap() -> None:
     assert held(index, blocks) == {HASHES[9]}
     blocks.close()
     assert not index.match(ALL).any()
+
+
+def test_offloaded_blocks_count_as_cached_and_are_known_to_be_loaded_first() -> None:
+    index = PrefixIndex(1 << 14)
+    blocks, other = ReplicaBlocks(index), ReplicaBlocks(index)
+    for one in (blocks, other):
+        one.receive(frame(snapshot=True, snapshot_end=True, events=[CacheEvent(stored=HASHES[:20])]))
+    blocks.receive(frame(sequence=2, events=[CacheEvent(offloaded=HASHES[6:20])]))
+    blocks.receive(frame(sequence=3, events=[CacheEvent(stored=HASHES[8:10])]))
+    assert blocks.offloaded_slot is not None and other.offloaded_slot is None
+    prompt = PromptBlocks(4, [GroupBlocks(0, ALL)])
+    cached = prompt.cached_tokens(index, 1000)
+    assert (cached[blocks.slot], cached[other.slot]) == (80, 80)
+    for tokens, expected in ((80, 48), (40, 8), (20, 0)):
+        lengths = np.zeros(index.slots, np.int64)
+        lengths[blocks.offloaded_slot] = tokens
+        counted = prompt.offloaded_tokens(index, lengths)
+        assert counted[blocks.offloaded_slot] == expected == counted.sum()
+    slot = blocks.offloaded_slot
+    blocks.receive(frame(sequence=4, snapshot=True, snapshot_end=True, events=[CacheEvent(stored=HASHES[:3])]))
+    assert blocks.offloaded_slot is None and in_slot(index, slot) == set()
 
 
 def test_snapshots_that_are_dropped_say_nothing_of_the_caches() -> None:

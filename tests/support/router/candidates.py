@@ -55,11 +55,12 @@ def work(
     *,
     sources_cached: Sequence[int] = (),
     held: Sequence[int] | None = None,
+    offloaded: Sequence[int] | None = None,
     answer: float = 1.0,
     mode: Mode = "auto",
     session: str = "",
 ) -> Work:
-    """A prompt of so many tokens; `cached` of them are in each candidate's cache, and `held` there already."""
+    """A prompt of so many tokens; `cached` in each candidate's cache, `held` already, `offloaded` on disk."""
 
     def array(values: Sequence[int]) -> Tokens:
         return np.array(values, np.int64)
@@ -69,6 +70,7 @@ def work(
         request,
         0,
         array(cached),
+        array([0] * len(cached) if offloaded is None else offloaded),
         array(cached if held is None else held),
         array(sources_cached),
         answer,

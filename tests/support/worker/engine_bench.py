@@ -12,6 +12,7 @@ from headrace_worker.core.plan import RowSampling
 from headrace_worker.core.request import Request
 from headrace_worker.core.scheduler import Scheduler
 from headrace_worker.core.scheduler_limits import SchedulerLimits
+from headrace_worker.core.transfer.slots import Slots
 from support.worker.fake_runner import FakeRunner, PipelineRunner
 
 
@@ -99,11 +100,12 @@ def make_bench(
     batches: int = 1,
     state_slots: int = 0,
     host_slots: int = 0,
+    files: Slots | None = None,
 ) -> Any:
     """A `Bench`, typed as Any because tests replace its parts.
 
     windows: one per cache group. budget: tokens of a step. depth: of the loop. batches: as many are in flight, if > 1.
-    state_slots: of a model with recurrent layers. host_slots: for evicted blocks, copied by the test.
+    state_slots: of a model with recurrent layers. host_slots, files: for evicted blocks, copied by the test.
     """
     layout = make_layout(windows, block_size, bool(state_slots))
     clock = Clock()
@@ -111,5 +113,7 @@ def make_bench(
     kv = KVManager(layout, num_blocks, BlockHasher(derive_key(b"k")), scope, state_slots, max_num_seqs)
     scheduler = Scheduler(SchedulerLimits(max_num_seqs, budget, max_waiting, batches=batches), kv, clock)
     runner = FakeRunner(layout) if batches == 1 else PipelineRunner(layout, batches=batches)
-    engine = Engine(scheduler, runner, clock, depth if batches == 1 else batches - 1, host_slots=host_slots)
+    engine = Engine(
+        scheduler, runner, clock, depth if batches == 1 else batches - 1, host_slots=host_slots, files=files
+    )
     return Bench(engine, runner, scheduler, kv, clock)

@@ -1,4 +1,4 @@
-"""KV blocks that were evicted to host memory come back: a replica in this process, and one of several ranks."""
+"""KV blocks that were evicted to host memory and disk come back: a replica in this process, and several ranks."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -37,6 +37,15 @@ def ask_twice(stream: Any, folder: Path, check_oracle: Callable[..., None]) -> N
     assert counters.blocks_stored > 100 and counters.blocks_loaded >= 20 and counters.load_seconds > 0
 
 
+def ask_after_a_restart(stream: Any, folder: Path, check_oracle: Callable[..., None]) -> None:
+    """What `ask_twice` has left on disk."""
+    again = [stream.submit(prompt, 4).wait() for prompt in prompts(3)]
+    check_oracle(folder, prompts(3), again)
+    assert sum(one.cached_tokens for one in again) >= 88
+    counters = stream.load.counters
+    assert counters.blocks_filled >= 20 and counters.blocks_loaded >= 20 and stream.load.load_token_ms > 0
+
+
 @pytest.fixture
 def replica(save_tiny: Callable[..., Path]) -> Iterator[str]:
     fields = {"max_num_seqs": 4, "max_model_len": 128} | OPTIONS
@@ -53,6 +62,19 @@ def test_a_prompt_comes_back_from_host_memory(
 
 
 @pytest.mark.faults("ranks")
+def test_a_replica_that_starts_again_finds_what_is_on_disk(
+    router_client: Any, save_tiny: Callable[..., Path], check_oracle: Callable[..., None], tmp_path: Path
+) -> None:
+    folder = save_tiny("llama")
+    fields = {"max_num_seqs": 4, "max_model_len": 128, "kv_offload_dir": str(tmp_path / "kv")} | OPTIONS
+    for ask in (ask_twice, ask_after_a_restart):
+        made = Replica(replica_config(folder, replica_id="one", block_size=4, **fields), MEMBER.secret)
+        ask(router_client.connect(made.start().address), folder, check_oracle)
+        made.stop()
+    assert len(list((tmp_path / "kv").glob("*.blocks"))) == 1
+
+
+@pytest.mark.faults("ranks")
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
 def test_with_several_ranks(
     tp: int,
@@ -61,9 +83,12 @@ def test_with_several_ranks(
     router_client: Any,
     save_tiny: Callable[..., Path],
     check_oracle: Callable[..., None],
+    tmp_path: Path,
 ) -> None:
     share = OPTIONS | {"kv_cache_memory": BLOCKS * BLOCK_BYTES // tp * (2 if pp == 2 else 3) // 3}
-    group = rank_group(tp, pp, save_tiny("llama"), replica_id="one", **share)
-    group.start()
-    group.ready()
-    ask_twice(router_client.connect(group.address), save_tiny("llama"), check_oracle)
+    for ask in (ask_twice, ask_after_a_restart):
+        group = rank_group(tp, pp, save_tiny("llama"), replica_id="one", kv_offload_dir=str(tmp_path), **share)
+        group.start()
+        group.ready()
+        ask(router_client.connect(group.address), save_tiny("llama"), check_oracle)
+        group.kill()

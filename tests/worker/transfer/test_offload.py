@@ -1,4 +1,4 @@
-"""KV blocks that leave the cache for host memory and come back: one engine, whose copies the test makes."""
+"""KV blocks that leave the cache for host memory and disk, and come back: one engine, whose copies the test makes."""
 
 from collections.abc import Callable
 from random import Random
@@ -9,8 +9,8 @@ import pytest
 from headrace_worker.core.kv.blocks import CacheChange
 from headrace_worker.core.plan import StepPlan
 from headrace_worker.core.request import Finish, Request
-from headrace_worker.core.transfer.offload import HostSlots
-from headrace_worker.core.transfer.orders import ChunkRead, Load, Store
+from headrace_worker.core.transfer.orders import ChunkRead, Fill, Load, Save, Store
+from headrace_worker.core.transfer.slots import Slots
 from support.worker.engine_bench import make_bench
 
 SIZE = 4
@@ -19,18 +19,20 @@ SIZE = 4
 class Host:
     """Makes the copies of an engine, some later than their orders."""
 
-    def __init__(self, bench: Any, random: Random | None = None) -> None:
+    def __init__(self, bench: Any, random: Random | None = None, disk: dict[int, Any] | None = None) -> None:
+        """disk: by place, what an earlier engine has written."""
         self.bench, self.random = bench, random
         self.memory: dict[tuple[int, int, int], Any] = {}
-        self.pending: list[Load | Store] = []
-        self.good = True
+        self.disk = {} if disk is None else disk
+        self.pending: list[Load | Store | Save | Fill] = []
+        self.good = self.disk_good = True
         self.seconds = 0.0  # that each copy takes
         self.changes: list[CacheChange] = []
         self.emitted: dict[bytes, list[int]] = {}
         bench.runner.on_launch = self._launched
 
     def _launched(self, plan: StepPlan) -> None:
-        self.pending += [order for order in plan.orders if isinstance(order, Load | Store)]
+        self.pending += [order for order in plan.orders if isinstance(order, Load | Store | Save | Fill)]
 
     def step(self) -> None:
         for output in self.bench.engine.step():
@@ -39,14 +41,27 @@ class Host:
         self.bench.scheduler.check(exchange.held())
         while self.pending and (self.random is None or self.random.random() < 0.5):
             order = self.pending.pop(0)
-            self._copy(order)
+            good = self._copy(order) if isinstance(order, Load | Store) else self._file(order)
             self.bench.clock.now += self.seconds
-            exchange.handle_report(ChunkRead(0, order.fetch, 0, self.good))
+            exchange.handle_report(ChunkRead(0, order.fetch, 0, good))
             self.bench.scheduler.check(exchange.held())
         self.changes += self.bench.engine.take_cache_changes()
         self.bench.clock.now += 0.01
 
-    def _copy(self, order: Load | Store) -> None:
+    def _file(self, order: Save | Fill) -> bool:
+        for block in order.blocks:
+            content = block.group, block.digest, block.tokens
+            if isinstance(order, Save):
+                self.disk[block.place] = content, [self.memory[block.group, block.slot, at] for at in range(SIZE)]
+                continue
+            found, values = self.disk[block.place]
+            if found != content:
+                return False
+            for offset, value in enumerate(values):
+                self.memory[block.group, block.slot, offset] = value
+        return self.disk_good
+
+    def _copy(self, order: Load | Store) -> bool:
         slots = self.bench.runner.slots
         for group, (blocks, places) in enumerate(zip(order.blocks, order.slots, strict=True)):
             for block, place in zip(blocks, places, strict=True):
@@ -55,6 +70,7 @@ class Host:
                         self.memory[group, place, offset] = slots[group, block, offset]
                     else:
                         slots[group, block, offset] = self.memory[group, place, offset]
+        return self.good
 
     def run(self, *requests: Request) -> dict[bytes, list[int]]:
         """Until the engine is idle; the tokens of all requests by then."""
@@ -72,10 +88,25 @@ def prompt(seed: int, length: int = 41) -> list[int]:
     return [random.randrange(10, 900) for _ in range(length)]
 
 
+def digests(slots: Slots) -> set[bytes]:
+    return {content.digest for content in slots.contents()}
+
+
+def check_changes(host: Host) -> None:
+    """Others know what is in the cache, and what is in host memory or on disk alone."""
+    known: dict[bytes, CacheChange] = {}
+    for change in host.changes:
+        known[change.digest] = change
+    offload, cached = host.bench.engine.exchange.offload, host.bench.indexed_digests
+    assert {digest for digest, change in known.items() if change.stored} == cached
+    offloaded = {digest for digest, change in known.items() if change.offloaded}
+    assert offloaded == (digests(offload.slots) | digests(offload.files)) - cached
+
+
 @pytest.fixture
 def make_host() -> Callable[..., Host]:
-    def make(random: Random | None = None, **options: Any) -> Host:
-        return Host(make_bench(**{"num_blocks": 41, "host_slots": 200} | options), random)
+    def make(random: Random | None = None, disk: dict[int, Any] | None = None, **options: Any) -> Host:
+        return Host(make_bench(**{"num_blocks": 41, "host_slots": 200} | options), random, disk)
 
     return make
 
@@ -100,12 +131,8 @@ def test_others_are_told_when_a_block_has_left_both(make_host: Callable[..., Hos
     host = make_host(host_slots=12)
     for seed in range(12):
         host.run(host.bench.request(prompt(seed), 2))
-    known: set[bytes] = set()
-    for change in host.changes:
-        (known.add if change.stored else known.discard)(change.digest)
-    slots: HostSlots = host.bench.engine.exchange.offload.slots
-    assert known == host.bench.indexed_digests | set(slots._by_digest)
-    assert len(slots) == 12
+    check_changes(host)
+    assert len(host.bench.engine.exchange.offload.slots) == 12
 
 
 def test_a_load_that_takes_longer_than_computing_is_not_tried_again(make_host: Callable[..., Host]) -> None:
@@ -136,7 +163,51 @@ def test_a_copy_that_fails_costs_time_only(make_host: Callable[..., Host]) -> No
     assert host.bench.kv.pool.used == 0
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("windows", [(0,), (0, 8), (8,)])
+def test_what_is_on_disk_survives_a_restart(make_host: Callable[..., Host], windows: tuple[int, ...]) -> None:
+    options = {"windows": windows, "num_blocks": 81 * len(windows)}
+    host = make_host(files=Slots(1000), **options)
+    first = host.bench.request(prompt(1), 4)
+    wanted = host.run(first)[first.attempt_id]
+    for seed in range(2, 20):
+        host.run(host.bench.request(prompt(seed), 4))
+    check_changes(host)
+    kept = host.bench.engine.exchange.offload.files
+    assert host.bench.engine.load().offload.saved == len(kept) == len(host.disk) > 0
+
+    contents = [(place, content) for content in kept.contents() for place in [kept.at(content.digest)[0]]]
+    later = make_host(files=Slots(1000, contents), disk=host.disk, **options)
+    again = later.bench.request(prompt(1), 4)
+    assert later.run(again)[again.attempt_id] == wanted and again.cached_tokens == 40
+    counters = later.bench.engine.load().offload
+    assert counters.filled >= 2 and counters.loaded == counters.filled and counters.stored == 0
+    check_changes(later)
+
+
+def test_a_prompt_that_is_longer_than_host_memory_comes_back_from_disk_in_part(make_host: Callable[..., Host]) -> None:
+    host = make_host(files=Slots(1000), host_slots=6)
+    first = host.bench.request(prompt(1), 4)
+    wanted = host.run(first)[first.attempt_id]
+    for seed in range(2, 9):
+        host.run(host.bench.request(prompt(seed)))
+    again = host.bench.request(prompt(1), 4)
+    assert host.run(again)[again.attempt_id] == wanted and 8 <= again.cached_tokens < 40
+    check_changes(host)
+
+
+def test_what_cannot_be_read_from_disk_is_computed_and_forgotten(make_host: Callable[..., Host]) -> None:
+    host = make_host(files=Slots(1000), host_slots=6)
+    first = host.bench.request(prompt(1), 4)
+    wanted = host.run(first)[first.attempt_id]
+    for seed in range(2, 9):
+        host.run(host.bench.request(prompt(seed)))
+    host.disk_good = False
+    again = host.bench.request(prompt(1), 4)
+    assert host.run(again)[again.attempt_id] == wanted and again.cached_tokens == 0
+    check_changes(host)
+
+
+@pytest.mark.parametrize("seed", range(90))
 def test_random_work_gives_the_same_tokens(make_host: Callable[..., Host], seed: int) -> None:
     """Copies late or at once, requests cancelled at any time, small and large host memory, full and windowed groups."""
     random = Random(seed)
@@ -146,11 +217,13 @@ def test_random_work_gives_the_same_tokens(make_host: Callable[..., Host], seed:
         windows=windows,
         num_blocks=random.choice((30, 60)) * len(windows),
         host_slots=random.choice((7, 40, 400)),
+        files=Slots(random.choice((0, 9, 80, 800))),
     )
     bench = host.bench
     bodies = [prompt(number, random.randrange(6, 60)) for number in range(6)]
     running: list[Request] = []
     for _ in range(120):
+        host.disk_good = random.random() < 0.9
         if random.random() < 0.3:
             request = bench.request(random.choice(bodies) + prompt(random.randrange(100), random.randrange(1, 4)), 4)
             assert bench.engine.submit(request) is None
@@ -167,4 +240,6 @@ def test_random_work_gives_the_same_tokens(make_host: Callable[..., Host], seed:
             assert alone.run([other])[other.attempt_id] == emitted[request.attempt_id]
         else:
             assert request.finish is Finish.CANCELLED
-    assert bench.kv.pool.used == 0 and not bench.engine.exchange.offload.slots._pins
+    offload = bench.engine.exchange.offload
+    assert bench.kv.pool.used == 0 and not offload.slots._pins and not offload.files._pins
+    check_changes(host)

@@ -25,7 +25,7 @@ from headrace_worker.core.transfer.shards import GroupShard, KvGroup, KvShards, 
 from headrace_worker.device.cpu import CpuDevice
 from headrace_worker.kv_transfer.agent import KvAgent, TransfersUnavailableError, UnknownBackendError
 from headrace_worker.kv_transfer.pieces import joined, layer_slices, pieces
-from headrace_worker.kv_transfer.transfer_worker import TransferWorker
+from headrace_worker.kv_transfer.transfer_worker import HostMemory, TransferWorker
 
 LAYERS, BLOCKS, HEADS, POSITIONS, SIZE = 3, 8, 4, 2, 4
 NAMES = count()
@@ -42,7 +42,7 @@ class Rank:
         self.host = {layer: torch.zeros(2, 20, stop - first, POSITIONS, SIZE) for layer in range(LAYERS)}
         self.agent.register(list(self.host.values()))
         there = (tuple(tuple(part.data_ptr() for part in pool) for pool in self.host.values()),)
-        self.slots = RankShard(shards.ranks[number].groups, b"", there)
+        self.slots = HostMemory(RankShard(shards.ranks[number].groups, b"", there), lambda group, slot: [], None)
         addresses = (tuple(tuple(part.data_ptr() for part in pool) for pool in self.pools.values()),)
         self.shard = RankShard(shards.ranks[number].groups, self.agent.metadata, addresses)
         self.number = number

@@ -23,6 +23,7 @@ from headrace_worker.core.scheduler import Scheduler
 from headrace_worker.core.scheduler_limits import SchedulerLimits
 from headrace_worker.core.step_runner import StepRunner
 from headrace_worker.core.transfer.orders import TransferReport
+from headrace_worker.core.transfer.slots import Slots
 from headrace_worker.device.choice import open_device, use_threads
 from headrace_worker.device.rank_device import RankDevice
 from headrace_worker.kv_transfer.transfer_worker import TransferWorker
@@ -68,6 +69,7 @@ class RankPart:
     max_model_len: int
     max_num_seqs: int
     host_slots: int  # for evicted blocks
+    files: Slots  # for the same, on disk
     records: bool  # whether steps may be recorded for replay: the same on all ranks
     notes: list[str]  # sentences for the start
 
@@ -123,18 +125,25 @@ def assemble_part(
         notes.append(memory.unrecorded)
     max_num_seqs = size.max_num_seqs
     pools = KVPools.of(model, size.num_blocks, size.state_slots)
-    transfers, host_slots = None, (config.kv_offload_memory or 0) // max(1, model.layout.block_bytes)
+    transfers, files, host_slots = None, Slots(0), (config.kv_offload_memory or 0) // max(1, model.layout.block_bytes)
     if team is not None:
         host_slots = min(team.gather_all(host_slots))
     if report_transfer is not None:
-        transfers, note = open_transfers(config, model, pools.layers, host_slots, team, report_transfer)
-        notes.append(note)
+        opened = open_transfers(config, model, pools.layers, host_slots, team, report_transfer)
+        transfers, files = opened.worker, opened.files
+        notes.append(opened.note)
         if host_slots:
             size_of = size_text(host_slots * model.layout.block_bytes)
             notes.append(f"Evicted KV blocks: {size_of} of host memory for {host_slots * config.block_size:,} tokens.")
+        if files.total:
+            size_of = size_text(files.total * model.layout.block_bytes)
+            notes.append(
+                f"Evicted KV blocks: {size_of} in {config.kv_offload_dir} for {files.total * config.block_size:,} "
+                f"tokens; {len(files) * config.block_size:,} are there."
+            )
     runner = Runner(model, pools, max_rows=max_num_seqs, max_len=max_model_len, kv_listener=transfers)
     return RankPart(
-        model, runner, transfers, size, max_model_len, max_num_seqs, host_slots, not memory.unrecorded, notes
+        model, runner, transfers, size, max_model_len, max_num_seqs, host_slots, files, not memory.unrecorded, notes
     )
 
 
@@ -196,6 +205,7 @@ def assemble(
         depth=depth,
         ranks=config.tp * config.pp,
         host_slots=part.host_slots if part.transfers is not None else 0,
+        files=part.files,
     )
     # So that routers have a prediction from the first request on; recorded steps are faster than those of the warm-up.
     engine.latency.start(time_steps(stepper) if model.device.asynchronous else warm.steps)

@@ -3,23 +3,24 @@
 import base64
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
 
 import msgspec
 from torch import Tensor
 
-from headrace_proto.errors import MemoryTooSmallError
 from headrace_proto.role import Role
 from headrace_worker.assembly.command_queue import CommandQueue
+from headrace_worker.assembly.offload import host_memory, open_file, slot_parts
 from headrace_worker.comm.failure_detection import FailureDetector
 from headrace_worker.comm.interface import interface_of, rank_host
 from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.core.transfer.orders import TransferReport
 from headrace_worker.core.transfer.shards import RankShard
-from headrace_worker.device.rank_device import RankDevice
+from headrace_worker.core.transfer.slots import Slots
 from headrace_worker.kv_transfer.agent import KvAgent, TransfersUnavailableError
-from headrace_worker.kv_transfer.transfer_worker import TransferWorker
+from headrace_worker.kv_transfer.transfer_worker import HostMemory, TransferWorker
 from headrace_worker.model.attention import LayerCache
 from headrace_worker.model.kv_shards import kv_shards
 from headrace_worker.model.load import LoadedModel
@@ -29,6 +30,15 @@ _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(TransferReport).decode
 
 
+@dataclass(frozen=True, slots=True)
+class Transfers:
+    """Of one rank."""
+
+    worker: TransferWorker | None  # None where NIXL cannot be used
+    note: str  # a sentence for the start
+    files: Slots  # places of its file, and what they have
+
+
 def open_transfers(
     config: ReplicaConfig,
     model: LoadedModel,
@@ -36,11 +46,11 @@ def open_transfers(
     host_slots: int,
     team: Team | None,
     report: Callable[[TransferReport], None],
-) -> tuple[TransferWorker | None, str]:
-    """The worker, None where NIXL cannot be used; and a sentence for the start. All ranks call this.
+) -> Transfers:
+    """All ranks call this.
 
     caches: of this rank's layers. host_slots: of host memory for evicted blocks. Raises TransfersUnavailableError for a
-    replica of a pool or with host slots, UnknownBackendError, MemoryTooSmallError.
+    replica of a pool or with host slots, UnknownBackendError, MemoryTooSmallError, OffloadFolderError.
     """
     rank = team.topology.rank if team is not None else 0
     shards = kv_shards(model.config, model.dtype_name, config.block_size, model.dtype.itemsize, config.tp, config.pp)
@@ -51,7 +61,7 @@ def open_transfers(
         distinct = list({cache.pool.data_ptr(): cache.pool for cache in caches.values()}.values())
         made = KvAgent(f"{config.replica_id}-{rank}-{uuid4().hex}", distinct, transport_of(config))
         if host_slots:
-            host = _host_memory(caches, host_slots, model.device)
+            host = host_memory(caches, host_slots, model.device)
             made.register(list({pool.data_ptr(): pool for pool in host.values()}.values()))
         agent = made
     except TransfersUnavailableError as error:
@@ -62,16 +72,22 @@ def open_transfers(
     if team is not None:
         texts = team.new_all_gather("memory").gather(base64.b64encode(msgspec.msgpack.encode(mine)).decode())
         ranks = [msgspec.msgpack.decode(base64.b64decode(text), type=RankShard) for text in texts]
-    shards = msgspec.structs.replace(shards, ranks=tuple(ranks))
+    unplaced, shards = shards, msgspec.structs.replace(shards, ranks=tuple(ranks))
     if agent is None or not all(each.agent for each in ranks):
         reason = reason or "Another rank of this replica has no NIXL."
         if config.role is not Role.BOTH or host_slots:
             raise TransfersUnavailableError(reason)
-        return None, reason
+        return Transfers(None, reason, Slots(0))
     check = team.detector.check if team is not None else lambda: None
-    slots = _with_memory(shards.ranks[rank], agent, host) if host else None
-    worker = TransferWorker(rank, shards, agent, model.device, report, check, slots)
-    return worker, f"KV blocks move by NIXL ({transport_of(config)})."
+    memory, file = None, None
+    if host:
+        parts = slot_parts(host, mine.layers)
+        block_bytes = max(sum(map(len, parts(group, 0))) for group in range(len(mine.groups)))
+        file = open_file(config, model.source.revision, unplaced, block_bytes, team)
+        memory = HostMemory(_with_memory(mine, agent, host), parts, file)
+    worker = TransferWorker(rank, shards, agent, model.device, report, check, memory)
+    note = f"KV blocks move by NIXL ({transport_of(config)})."
+    return Transfers(worker, note, Slots(file.places, file.contents()) if file is not None else Slots(0))
 
 
 def transport_of(config: ReplicaConfig) -> str:
@@ -85,21 +101,6 @@ def transport_of(config: ReplicaConfig) -> str:
     ports = [] if interface == "lo" else sorted(Path("/sys/class/infiniband").glob("*/ports/*"))
     devices = [interface, *(f"{port.parts[-3]}:{port.name}" for port in ports)]
     return f"{config.kv_transfer}:{','.join(devices)}"
-
-
-def _host_memory(caches: Mapping[int, LayerCache], slots: int, device: RankDevice) -> dict[int, Tensor]:
-    """By layer [2, slots + 1, K, P, D] in host memory: layers that share a pool share it, too. Slot 0 is not used."""
-    made: dict[int, Tensor] = {}
-    try:
-        for cache in caches.values():
-            if cache.pool.data_ptr() not in made:
-                shape = (2, slots + 1, *cache.pool.shape[2:])
-                made[cache.pool.data_ptr()] = device.host_memory(shape, cache.pool.dtype)
-    except RuntimeError as error:
-        raise MemoryTooSmallError(
-            "--kv-offload-memory cannot be allocated in host memory: give a smaller one."
-        ) from error
-    return {layer: made[cache.pool.data_ptr()] for layer, cache in caches.items()}
 
 
 def _with_memory(shard: RankShard, agent: KvAgent | None, pools: Mapping[int, Tensor]) -> RankShard:

@@ -193,6 +193,8 @@ class ReplicaConfig(ReplicaSettings):
     device: str = "auto"  # auto | cpu | cuda, or cuda:N for one rank
     kv_cache_memory: int | None = None  # bytes per rank
     kv_offload_memory: int | None = None  # bytes of host memory per rank; None: evicted blocks are gone
+    kv_offload_dir: str | None = None  # a folder of each node for the same blocks
+    kv_offload_dir_size: int | None = None  # bytes per rank; None: four times those of host memory
     profile_dir: str | None = None  # where profiles are written on request
     host: str = "127.0.0.1"  # the interface that the replica's gRPC server binds
     port_range: tuple[int, int] | None = None  # first and last that its server may take; None = any free one

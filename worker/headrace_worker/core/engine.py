@@ -20,6 +20,7 @@ from headrace_worker.core.transfer.exchange import TransferExchange
 from headrace_worker.core.transfer.fetch import FetchCounters
 from headrace_worker.core.transfer.offload import OffloadCounters
 from headrace_worker.core.transfer.orders import Order
+from headrace_worker.core.transfer.slots import Slots
 from headrace_worker.core.transfer.source_peers import SourceSpeed
 
 log = structlog.get_logger(__name__)
@@ -43,6 +44,7 @@ class LoadSnapshot:
     fetches: FetchCounters
     grants: int
     offload: OffloadCounters
+    load_token: float  # seconds of waiting for a token that was offloaded; 0 = not known yet
     source_speeds: list[SourceSpeed]
     block_size: int  # tokens
 
@@ -69,8 +71,9 @@ class Engine:
         depth: int = 0,
         ranks: int = 1,
         host_slots: int = 0,
+        files: Slots | None = None,
     ) -> None:
-        """host_slots: blocks that each rank's host memory holds, beside the pool."""
+        """host_slots: blocks that each rank's host memory holds, beside the pool. files: places of each rank's file."""
         self.scheduler = scheduler
         self.exchange = TransferExchange(
             scheduler,
@@ -78,6 +81,7 @@ class Engine:
             clock,
             predict=lambda: (self.latency.cost.per_prefill_token, self.predicted_step),
             host_slots=host_slots,
+            files=files,
         )
         self.latency = StepLatency()
         self._runner = runner
@@ -181,6 +185,7 @@ class Engine:
             fetches=self.exchange.fetcher.counters,
             grants=self.exchange.granter.granted,
             offload=self.exchange.offload.counters,
+            load_token=self.exchange.offload.token_pace.seconds,
             source_speeds=self.exchange.source_speeds(),
             block_size=scheduler.kv.block_size,
         )

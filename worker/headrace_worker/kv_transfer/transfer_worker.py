@@ -5,7 +5,8 @@
                            └──▶ reports ──▶ rank 0
 
 As the source it notifies the target's ranks of each slice of layers that a step has computed; as the target it reads a
-slice when its source has. A read is over when NIXL says so: nothing stops it before.
+slice when its source has. A read is over when NIXL says so: nothing stops it before. Its file is read and written by a
+few threads more.
 """
 
 import queue
@@ -13,6 +14,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import structlog
@@ -25,21 +27,27 @@ from headrace_worker.core.transfer.orders import (
     Disconnect,
     End,
     FetchOver,
+    FileBlock,
+    Fill,
     Load,
     Order,
     Read,
+    Save,
     Store,
     TransferReport,
 )
 from headrace_worker.core.transfer.shards import KvShards, RankShard, Route
 from headrace_worker.device.rank_device import Mark, RankDevice
 from headrace_worker.kv_transfer.agent import KvAgent, ReadFailedError, Reading
+from headrace_worker.kv_transfer.offload_file import OffloadFile
 from headrace_worker.kv_transfer.pieces import Layers, joined, layer_slices, pieces
 
 log = structlog.get_logger(__name__)
 
 POLL_SECONDS = 5e-5
+FILE_POLL_SECONDS = 5e-4  # while its file alone is used
 SELF = 0  # of a peer: this rank
+FILE_THREADS = 2
 MAX_ENDED = 1024  # fetches of which notices may still arrive
 _NOTICE = struct.Struct("<QII")  # fetch, chunk, slice
 
@@ -102,6 +110,23 @@ class _Reading:
     failed: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """Of one rank, for evicted blocks."""
+
+    shard: RankShard  # laid out like its blocks
+    parts: Callable[[int, int], list[memoryview]]  # of a cache group and a slot, in the same order in every process
+    file: OffloadFile | None
+
+
+@dataclass(slots=True)
+class _Filing:
+    """Blocks that go to the rank's file or come from it."""
+
+    fetch: int
+    blocks: list[Future[bool]]
+
+
 class TransferWorker:
     """KV transfers of one rank. `begin_step` and `end_step` are for the step thread, `stop` for any."""
 
@@ -113,10 +138,9 @@ class TransferWorker:
         device: RankDevice,
         report: Callable[[TransferReport], None],
         check: Callable[[], None] = lambda: None,
-        host: RankShard | None = None,
+        host: HostMemory | None = None,
     ) -> None:
-        """shards: with the memory of all ranks. `report` is called on the worker's thread. host: slots of this rank's
-        host memory, laid out like its blocks.
+        """shards: with the memory of all ranks. `report` is called on the worker's thread.
 
         `check` raises once what this rank computes may not be valid: a step of a lost group does not fail by itself.
         """
@@ -131,13 +155,15 @@ class TransferWorker:
         self._orders: queue.SimpleQueue[tuple[Order, WrittenLayers | None, Mark] | None] = queue.SimpleQueue()
         # Of the worker's thread:
         self._peers: dict[int, _Peer] = {}
-        self._slots = host or RankShard(())  # without host memory no order names it
+        self._host = host or HostMemory(RankShard(()), lambda group, slot: [], None)  # which no order names
         whole = Route(rank, rank, shards.ranks[rank].groups)
         self._self = _Peer(Connect(SELF, (), (), True), [whole], {rank: agent.name}, [layer_slices(whole)])
         self._closing: list[_Peer] = []  # to be forgotten when nothing is read from them
         self._served: set[tuple[int, int]] = set()  # fetches of targets
         self._announcing: list[_Announcing] = []
         self._reading: list[_Reading] = []
+        self._filing: list[_Filing] = []
+        self._file_threads = ThreadPoolExecutor(FILE_THREADS, "headrace-offload")
         self._ended: list[tuple[int, int]] = []  # fetches whose last reads are under way
         self._notices: dict[int, set[tuple[str, Notice]]] = {}  # by fetch
         self._thread = threading.Thread(target=self._run, name="headrace-transfers", daemon=True)
@@ -176,12 +202,13 @@ class TransferWorker:
         self._device.use()
         stopping = False
         while not stopping or self._reading:
-            idle = not (self._served or self._announcing or self._reading or self._closing or stopping)
+            reads = self._served or self._announcing or self._reading or self._closing
+            idle = not (reads or self._filing or stopping)
             try:
                 entry = self._orders.get(block=idle)
             except queue.Empty:
                 self._progress()
-                time.sleep(POLL_SECONDS)
+                time.sleep(POLL_SECONDS if reads else FILE_POLL_SECONDS)
                 continue
             if entry is None:
                 stopping = True
@@ -189,6 +216,9 @@ class TransferWorker:
                     reading.failed = True
             elif not stopping:
                 self._take(*entry)
+        self._file_threads.shutdown(cancel_futures=True)
+        if self._host.file is not None:
+            self._host.file.close()
         self._agent.close()
 
     def _take(self, order: Order, written: WrittenLayers | None, launched: Mark) -> None:
@@ -207,6 +237,10 @@ class TransferWorker:
                 slices = self._peer(number).slices
                 left = {(route, place) for route, each in enumerate(slices) for place in range(len(each))}
                 self._reading.append(_Reading(order, (number, order.fetch), launched, left))
+            case Save(fetch, blocks):
+                self._filing.append(_Filing(fetch, [self._file_threads.submit(self._save, each) for each in blocks]))
+            case Fill(fetch, blocks):
+                self._filing.append(_Filing(fetch, [self._file_threads.submit(self._fill, each) for each in blocks]))
             case End(peer, fetch):
                 self._served.discard((peer, fetch))
                 self._announcing = [
@@ -237,6 +271,9 @@ class TransferWorker:
             del self._notices[next(iter(self._notices))]
         self._announcing = [each for each in self._announcing if self._announce(each)]
         self._reading = [each for each in self._reading if self._read(each)]
+        for filing in [each for each in self._filing if all(block.done() for block in each.blocks)]:
+            self._filing.remove(filing)
+            self._report(ChunkRead(self._rank, filing.fetch, 0, all(block.result() for block in filing.blocks)))
         for key in [key for key in self._ended if all(each.key != key for each in self._reading)]:
             self._ended.remove(key)
             self._notices.pop(key[1], None)
@@ -307,9 +344,9 @@ class TransferWorker:
             case Read(theirs=theirs, mine=mine):
                 sides = (peer.order.ranks[route.source], theirs), (own, mine)
             case Load(slots=slots, blocks=blocks):
-                sides = (self._slots, slots), (own, blocks)
+                sides = (self._host.shard, slots), (own, blocks)
             case Store(blocks=blocks, slots=slots):
-                sides = (own, blocks), (self._slots, slots)
+                sides = (own, blocks), (self._host.shard, slots)
         (source, _), (target, _) = sides
         layers = peer.slices[number][place]
         there, here = joined(*(pieces(self.shards, shard, route, layers, numbers) for shard, numbers in sides))
@@ -323,6 +360,23 @@ class TransferWorker:
             return
         each.num_bytes += reading.num_bytes
         each.under_way.append(reading)
+
+    def _save(self, block: FileBlock) -> bool:
+        assert self._host.file is not None
+        try:
+            self._host.file.write(block, self._host.parts(block.group, block.slot))
+        except OSError as error:
+            log.warning("kv_file_not_written", rank=self._rank, error=error.strerror)
+            return False
+        return True
+
+    def _fill(self, block: FileBlock) -> bool:
+        assert self._host.file is not None
+        try:
+            return self._host.file.read(block, self._host.parts(block.group, block.slot))
+        except OSError as error:
+            log.warning("kv_file_not_read", rank=self._rank, error=error.strerror)
+            return False
 
     def _peer(self, number: int) -> _Peer:
         return self._self if number == SELF else self._peers[number]

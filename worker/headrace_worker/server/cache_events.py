@@ -6,6 +6,7 @@ changes of each step ─▶ mirror
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable
+from typing import Literal
 
 from headrace_proto import replica_pb2 as pb
 from headrace_worker.core.kv.blocks import CacheChange
@@ -17,6 +18,8 @@ QUEUE_FRAMES = 1024
 LEAST_SECONDS, MOST_SECONDS = 0.02, 2.0
 """Between two increments: what watchers request is limited to these."""
 
+Where = Literal["stored", "offloaded", "removed"]
+
 
 class CacheEventHub:
     """For the server's event loop. `publish` is called once per step with that step's changes."""
@@ -24,23 +27,22 @@ class CacheEventHub:
     def __init__(self, boot_id: bytes) -> None:
         self._boot_id = boot_id
         self._sequence = 0
-        self._mirror: dict[int, dict[bytes, None]] = {}  # group -> hashes in the order they were stored
-        self._net: dict[
-            int, dict[bytes, bool]
-        ] = {}  # group -> last state of each hash that changed since the last send
+        self._mirror: dict[int, dict[bytes, Where]] = {}  # group -> hashes in the order they were stored
+        self._net: dict[int, dict[bytes, Where]] = {}  # group -> of each hash that changed since the last send
         self._watchers: dict[asyncio.Queue[pb.CacheFrame | None], float] = {}  # the interval that each one requests
         self._sending: asyncio.TimerHandle | None = None
 
     def publish(self, changes: Iterable[CacheChange]) -> None:
         """Applies changes to the mirror. All watchers get them with the next increment."""
-        for group, digest, stored in changes:
+        for group, digest, stored, offloaded in changes:
             held = self._mirror.setdefault(group, {})
-            if stored:
-                held[digest] = None
-            else:
+            where: Where = "stored" if stored else "offloaded" if offloaded else "removed"
+            if where == "removed":
                 held.pop(digest, None)
+            else:
+                held[digest] = where
             if self._watchers:
-                self._net.setdefault(group, {})[digest] = stored
+                self._net.setdefault(group, {})[digest] = where
         if self._net and self._watchers and self._sending is None:
             # The longest interval of all: each of them bounds what one router receives.
             self._sending = asyncio.get_running_loop().call_later(max(self._watchers.values()), self._send_net)
@@ -51,9 +53,7 @@ class CacheEventHub:
         self._sequence += 1
         frame = pb.CacheFrame(boot_id=self._boot_id, sequence=self._sequence)
         for group, states in net.items():
-            event = frame.events.add(group=group)
-            event.stored.extend([digest for digest, stored in states.items() if stored])
-            event.removed.extend([digest for digest, stored in states.items() if not stored])
+            frame.events.append(_event(group, states.items()))
         for watcher in list(self._watchers):
             self._send(watcher, frame)
 
@@ -78,10 +78,9 @@ class CacheEventHub:
     def _snapshot(self) -> list[pb.CacheFrame]:
         frames = []
         for group, held in self._mirror.items():
-            digests = list(held)
-            for start in range(0, len(digests), SNAPSHOT_CHUNK):
-                event = pb.CacheEvent(group=group, stored=digests[start : start + SNAPSHOT_CHUNK])
-                frames.append(self._snapshot_frame([event]))
+            states = list(held.items())
+            for start in range(0, len(states), SNAPSHOT_CHUNK):
+                frames.append(self._snapshot_frame([_event(group, states[start : start + SNAPSHOT_CHUNK])]))
         frames.append(self._snapshot_frame([]))
         frames[0].events.insert(0, pb.CacheEvent(cleared=True))
         frames[-1].snapshot_end = True
@@ -98,3 +97,11 @@ class CacheEventHub:
             while not watcher.empty():
                 watcher.get_nowait()
             watcher.put_nowait(None)
+
+
+def _event(group: int, states: Iterable[tuple[bytes, Where]]) -> pb.CacheEvent:
+    event = pb.CacheEvent(group=group)
+    lists = {"stored": event.stored, "offloaded": event.offloaded, "removed": event.removed}
+    for digest, where in states:
+        lists[where].append(digest)
+    return event

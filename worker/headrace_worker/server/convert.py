@@ -256,8 +256,11 @@ def to_load(
             blocks_stored=load.offload.stored,
             blocks_loaded=load.offload.loaded,
             load_seconds=load.offload.load_seconds,
+            blocks_saved=load.offload.saved,
+            blocks_filled=load.offload.filled,
             grants=load.grants,
             idle_steps=idle_steps,
         ),
+        load_token_ms=load.load_token * 1e3,
         sources=to_source_speeds(load.source_speeds, load.block_size),
     )

@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace_router.core.policy.interface import Candidate, Column, View
+from headrace_router.core.policy.interface import Candidate, Column, Tokens, View
 
 GUESS_SECONDS = 0.001  # per token of a prompt, until any replica has computed some
 FITTED = 0.5
@@ -149,6 +149,19 @@ class Forecast:
         used = np.maximum(view.of("kv_tokens"), 1.0)
         seconds += np.where((free > 0) & (short > 0), short / used * life, 0.0)
         return seconds
+
+    def loads(self, offloaded: Tokens, queue: Column) -> tuple[Column, Column]:
+        """Seconds until so many tokens of the prompt are loaded, and how many of them are computed instead.
+
+        The replica's own rule: what takes longer than computing, the queue included, is computed.
+        """
+        if not offloaded.any():
+            return np.zeros(len(self.view)), np.zeros(len(self.view))
+        rate = self.costs.per_prefill_token
+        known = self.view.of("load_token_ms") / 1e3
+        seconds = offloaded * np.where(known > 0, known, GUESS_SHARE * rate)
+        loaded = seconds <= offloaded * rate + queue
+        return np.where(loaded, seconds, 0.0), np.where(loaded, 0.0, offloaded)
 
     def compute(self, missing: Column) -> Column:
         """The prompt itself, of which so many tokens are missing: with the tokens of those that decode."""

@@ -113,6 +113,7 @@ _OF_LOAD = {
     "waiting": "waiting",
     "kv_usage": "kv_usage",
     "last_step_ms": "predicted_step_ms",  # of the newest step
+    "load_token_ms": "load_token_ms",  # for each token in host memory or on disk
 }
 _OF_STEP_MODEL = {  # in seconds, as the replica has fitted them; 0 = not known
     "base": "base_ms",  # of a step; then per token or sequence
@@ -193,7 +194,8 @@ class Work:
     request: ChoiceRequest
     output_tokens: int  # of earlier attempts, to be computed again
     cached: Tokens
-    held: Tokens  # the same, of those that are in its cache already: others can fetch them
+    offloaded: Tokens  # of those, how many are in host memory or on disk alone
+    held: Tokens  # the same as `cached`, of those that are in its cache already: others can fetch them
     sources_cached: Tokens  # the same of each prefill replica
     answer_tokens: float  # that are expected
     disaggregation: Mode = "shared"

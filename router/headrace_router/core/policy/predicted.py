@@ -2,7 +2,8 @@
 
     time until the first token:  the prompts that wait there, then the part of this one that is not in its cache, in
                                  steps that also compute the tokens of the streams that run there; and its turn for a
-                                 row and for memory, if all are taken
+                                 row and for memory, if all are taken; what is in host memory or on disk is loaded
+                                 meanwhile
     time of the answer:          its tokens, in steps with one sequence more
     delay of others:             the streams that run there wait for the prompt, and then for one sequence more
 
@@ -109,7 +110,9 @@ class Predicted(Policy):
         forecast = Forecast(view, StepCosts.of(view, sources), work.tokens, work.answer_tokens, work.reused)
         missing = np.maximum(1.0, work.tokens - work.cached)
         queue, answer = forecast.queue(missing), forecast.answer_seconds()
-        first_token = queue + forecast.compute(missing)
+        loaded, computed = forecast.loads(work.offloaded, queue)
+        missing += computed
+        first_token = np.maximum(queue, loaded) + forecast.compute(missing)
         delay = forecast.delay(missing)
         costs = first_token + answer + delay
         # Prefill replicas stay free for prompts, unless the others are busy.

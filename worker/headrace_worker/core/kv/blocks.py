@@ -23,6 +23,7 @@ class CacheChange(NamedTuple):
     group: int
     digest: bytes
     stored: bool
+    offloaded: bool = False  # if it was removed: whether it is in host memory or on disk
 
 
 class BlockPool:

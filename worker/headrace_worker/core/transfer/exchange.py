@@ -11,8 +11,9 @@ from headrace_worker.core.transfer.fetching import Fetcher
 from headrace_worker.core.transfer.grant import GrantLimits
 from headrace_worker.core.transfer.granting import Granter
 from headrace_worker.core.transfer.messages import FromSource, ToSource
-from headrace_worker.core.transfer.offload import FIRST_NUMBER, HostSlots, Offload
+from headrace_worker.core.transfer.offload import FIRST_NUMBER, Offload
 from headrace_worker.core.transfer.orders import ChunkRead, Order, TransferReport
+from headrace_worker.core.transfer.slots import Slots
 from headrace_worker.core.transfer.source_peers import SourceSpeed
 
 
@@ -39,14 +40,20 @@ class TransferExchange:
         grant_limits: GrantLimits | None = None,
         predict: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0),
         host_slots: int = 0,
+        files: Slots | None = None,
     ) -> None:
         """predict: seconds to compute a token here, and those of the newest step; 0 = not known yet. host_slots: blocks
-        that each rank's host memory holds.
+        that each rank's host memory holds. files: places in each rank's file, with what it had at the start.
         """
         self.fetcher = Fetcher(scheduler.kv, ranks, scheduler.limits.max_num_batched_tokens, clock, fetch_limits)
         self.granter = Granter(scheduler, clock, predict, grant_limits)
         self.offload = Offload(
-            scheduler.kv, ranks, HostSlots(host_slots), scheduler.limits.max_num_batched_tokens, clock
+            scheduler.kv,
+            ranks,
+            Slots(host_slots),
+            Slots(0) if files is None else files,
+            scheduler.limits.max_num_batched_tokens,
+            clock,
         )
         self.moves_blocks = True  # whether this replica's ranks can read others' memory
         self._scheduler = scheduler
@@ -81,7 +88,7 @@ class TransferExchange:
         fetches = bool(request.source) and self.moves_blocks
         if fetches and self.fetcher.begin(request, request.source, seconds_per_token, queued):
             return True
-        return len(self.offload.slots) > 0 and self.offload.begin(request, seconds_per_token, queued)
+        return not self.offload.empty and self.offload.begin(request, seconds_per_token, queued)
 
     def cancel(self, request: Request) -> None:
         """The request has ended: so does its fetch or load, if it has one."""

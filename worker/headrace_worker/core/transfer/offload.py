@@ -1,10 +1,12 @@
-"""Blocks that are about to be evicted go to host memory, and come back by prefix hits. Pure.
+"""Blocks that are about to be evicted go to host memory and on to a file, and come back by prefix hits. Pure.
 
-    cached, evicted next ── Store ─▶ in a slot of host memory ── a prompt begins with it ── Load ─▶ published again
+    cached, evicted next ── Store ─▶ slot of host memory ── Save, soon ─▶ place in the file
+    published again      ◀─ Load ─── slot of host memory ◀─ Fill ──────── place in the file
 
-Both are copies within each rank, ordered like reads of other replicas' blocks and reported alike. A slot is pinned
-while it is copied; what was copied of a block that was evicted meanwhile is dropped. A load only fills the prefix
-cache: its request is queued afterwards.
+Each is done within each rank, ordered like reads of other replicas' blocks and reported alike. A slot or a place is
+pinned meanwhile; what was copied of a block that was evicted meanwhile is dropped. A load only fills the prefix cache:
+its request is queued afterwards. Every block in host memory is saved while the file is idle, so that a replica which
+starts again finds it.
 """
 
 from collections import OrderedDict
@@ -14,8 +16,9 @@ from dataclasses import dataclass, field
 from headrace_worker.core.kv.blocks import CacheChange, Content
 from headrace_worker.core.kv.manager import BlockTable, KVManager
 from headrace_worker.core.request import Request
-from headrace_worker.core.transfer.orders import ChunkRead, Load, Order, Store
+from headrace_worker.core.transfer.orders import ChunkRead, FileBlock, Fill, Load, Order, Save, Store
 from headrace_worker.core.transfer.shards import wanted_blocks
+from headrace_worker.core.transfer.slots import Pace, Slots
 
 FIRST_NUMBER = 1 << 32  # in orders and reports: those of fetches from other replicas are lower
 
@@ -28,70 +31,18 @@ class OffloadLimits:
     batch: int = 128  # blocks of one order
     min_blocks: int = 2  # fewer are computed
     watermark: float = 0.05  # share of the pool that loads leave to running requests
-    rest: float = 10.0  # seconds without stores after one that failed
-    speed_older: float = 0.8  # weight of earlier loads beside the newest one, in what a block takes
+    rest: float = 10.0  # seconds without stores, or saves, after one that failed
 
 
 @dataclass(slots=True)
 class OffloadCounters:
     """Monotonic."""
 
-    stored: int = 0  # blocks
+    stored: int = 0  # blocks, in host memory
     loaded: int = 0
     load_seconds: float = 0.0
-
-
-class HostSlots:
-    """Which content each slot of host memory has; least recently used first. Slot 0 does not exist."""
-
-    def __init__(self, slots: int) -> None:
-        self.total = slots
-        self._free = list(range(slots, 0, -1))
-        self._by_digest: OrderedDict[bytes, tuple[int, Content]] = OrderedDict()
-        self._pins: dict[int, int] = {}
-
-    def __len__(self) -> int:
-        return len(self._by_digest)
-
-    def find(self, digest: bytes, tokens: bytes) -> int | None:
-        """The slot with this content, which counts as used. The tokens are compared, not the hash alone."""
-        found = self._by_digest.get(digest)
-        if found is None or found[1].tokens != tokens:
-            return None
-        self._by_digest.move_to_end(digest)
-        return found[0]
-
-    def __contains__(self, digest: object) -> bool:
-        return digest in self._by_digest
-
-    def take(self) -> tuple[int, Content | None] | None:
-        """A slot to fill, pinned, and the content that it had; None if all are pinned."""
-        if self._free:
-            slot = self._free.pop()
-            self.pin(slot)
-            return slot, None
-        for digest, (slot, content) in self._by_digest.items():
-            if slot not in self._pins:
-                del self._by_digest[digest]
-                self.pin(slot)
-                return slot, content
-        return None
-
-    def put(self, slot: int, content: Content) -> None:
-        """The slot has this content now."""
-        self._by_digest[content.digest] = slot, content
-
-    def give_back(self, slot: int) -> None:
-        """A slot that was taken has no content."""
-        self._free.append(slot)
-
-    def pin(self, slot: int) -> None:
-        self._pins[slot] = self._pins.get(slot, 0) + 1
-
-    def unpin(self, slot: int) -> None:
-        self._pins[slot] -= 1
-        if not self._pins[slot]:
-            del self._pins[slot]
+    saved: int = 0  # blocks, in the file
+    filled: int = 0
 
 
 @dataclass(slots=True)
@@ -102,8 +53,25 @@ class _Storing:
 
 
 @dataclass(slots=True)
+class _Saving:
+    entries: list[tuple[int, int, Content]]  # slot, place, content
+    missing: set[int]  # ranks
+    failed: bool = False
+
+
+@dataclass(slots=True)
+class _Filling:
+    waiting: "_Waiting"
+    pinned: list[int]  # slots with blocks of the same prompt
+    entries: list[tuple[int, int, Content]]  # slot, place, content
+    missing: set[int]
+    began: float
+    failed: bool = False
+
+
+@dataclass(slots=True)
 class _Loading:
-    request: Request | None  # None: it has ended
+    waiting: "_Waiting"
     held: BlockTable
     entries: list[tuple[int, int, int, int]]  # cache group, index in the prompt, slot, block
     missing: set[int]
@@ -112,34 +80,64 @@ class _Loading:
 
 
 @dataclass(slots=True)
+class _Waiting:
+    """A request that is queued once its blocks are loaded."""
+
+    request: Request | None  # None: it has ended
+    since: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A block of a prompt that is not in the pool."""
+
+    group: int
+    index: int  # in the prompt
+    slot: int | None  # None: it is in the file alone
+    place: int
+
+
+@dataclass(slots=True)
 class Offload:
     """Of one engine. Not thread-safe: the step loop owns it."""
 
     kv: KVManager
     ranks: int
-    slots: HostSlots
+    slots: Slots
+    files: Slots  # places in the ranks' files, which are the same in all
     step_tokens: int  # that a step computes at most
     clock: Callable[[], float]
     limits: OffloadLimits = OffloadLimits()
     counters: OffloadCounters = field(default_factory=OffloadCounters)
     orders: list[Order] = field(default_factory=list)
-    block_seconds: float = 0.0  # of a load, as measured; 0 = not yet
-    _storing: dict[int, _Storing] = field(default_factory=dict)
-    _loading: dict[int, _Loading] = field(default_factory=dict)
+    load_pace: Pace = field(default_factory=Pace)  # of a block, from host memory
+    fill_pace: Pace = field(default_factory=Pace)  # of a block, from the file to host memory
+    token_pace: Pace = field(default_factory=Pace)  # of a token that requests have waited for
+    _copying: dict[int, _Storing | _Saving | _Filling | _Loading] = field(default_factory=dict)
+    _unsaved: OrderedDict[bytes, None] = field(default_factory=OrderedDict)  # in host memory, and not in the file
     _ready: list[Request] = field(default_factory=list)
-    _dropped: list[CacheChange] = field(default_factory=list)
+    _changes: list[CacheChange] = field(default_factory=list)
     _rest_until: float = 0.0
+    _saves_rest_until: float = 0.0
     _number: int = FIRST_NUMBER
+
+    def __post_init__(self) -> None:
+        self._changes += [CacheChange(each.group, each.digest, False, True) for each in self.files.contents()]
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing can be loaded."""
+        return not self.slots and not self.files
 
     @property
     def waiting(self) -> int:
         """Requests that are queued later."""
-        return len(self._loading) + len(self._ready)
+        return len(self._requests()) + len(self._ready)
 
     @property
     def busy(self) -> bool:
         """Whether `tick` must be called."""
-        return bool(self._storing or self._loading or self._ready or self._next())
+        return bool(self._copying or self._ready or self._can_save or self._next())
 
     @property
     def has_ready(self) -> bool:
@@ -148,8 +146,11 @@ class Offload:
 
     def tick(self) -> list[Request]:
         """Stores what is evicted next; returns the requests to queue now."""
-        if not self._storing:
+        under_way = {type(each) for each in self._copying.values()}
+        if _Storing not in under_way:
             self._store(self._next())
+        if _Saving not in under_way and self._can_save:
+            self._save()
         ready, self._ready = self._ready, []
         return ready
 
@@ -158,62 +159,64 @@ class Offload:
         kv = self.kv
         most = (len(request.tokens) - 1) // kv.block_size
         kv.extend_chain(request.chain, request.tokens, most)
-        hit = kv.lookup(request.chain, len(request.tokens) - 1)
-        have = hit.tokens // kv.block_size
+        have = kv.lookup(request.chain, len(request.tokens) - 1).tokens // kv.block_size
         blocks, entries = self._longest(request, have, most)
         if blocks - have < self.limits.min_blocks:
             return False
+        filed = sum(entry.slot is None for entry in entries)
         local_seconds = ((blocks - have) * kv.block_size + queued) * seconds_per_token
-        if 0 < local_seconds <= (blocks - have) * self.block_seconds:
+        copies = len(entries) * self.load_pace.seconds + filed * self.fill_pace.seconds
+        if 0 < local_seconds <= copies:
             return False
-        held = kv.new_table(hit)
-        if len(entries) + int(kv.pool.total * self.limits.watermark) > kv.pool.available:
-            kv.release(held)
-            return False
-        fresh = kv.pool.allocate(len(entries))
-        filled = [(group, index, slot, block) for (group, index, slot), block in zip(entries, fresh, strict=True)]
-        for _, _, slot, _ in filled:
-            self.slots.pin(slot)
-        self._number += 1
-        self._loading[self._number] = _Loading(request, held, filled, set(range(self.ranks)), self.clock())
-        self.orders.append(Load(self._number, self._by_group(filled, 2), self._by_group(filled, 3)))
-        return True
+        waiting = _Waiting(request, self.clock())
+        if filed:
+            return self._fill(waiting, entries)
+        return self._load(waiting, entries)
 
     def cancel(self, request: Request) -> bool:
         """The request has ended. Returns whether it was here."""
         if request in self._ready:
             self._ready.remove(request)
             return True
-        for loading in self._loading.values():
-            if loading.request is request:
-                loading.request = None
+        for waiting in self._requests():
+            if waiting.request is request:
+                waiting.request = None
                 return True
         return False
 
     def handle_report(self, report: ChunkRead) -> None:
-        """A rank has copied its part of a load or a store."""
-        if (storing := self._storing.get(report.fetch)) is not None:
-            storing.missing.discard(report.rank)
-            storing.failed = storing.failed or not report.good
-            if not storing.missing:
-                del self._storing[report.fetch]
-                self._stored(storing)
-        elif (loading := self._loading.get(report.fetch)) is not None:
-            loading.missing.discard(report.rank)
-            loading.failed = loading.failed or not report.good
-            if not loading.missing:
-                del self._loading[report.fetch]
-                self._loaded(loading)
+        """A rank has done its part of an order."""
+        copy = self._copying.get(report.fetch)
+        if copy is None:
+            return
+        copy.missing.discard(report.rank)
+        copy.failed = copy.failed or not report.good
+        if copy.missing:
+            return
+        del self._copying[report.fetch]
+        match copy:
+            case _Storing():
+                self._stored(copy)
+            case _Saving():
+                self._saved(copy)
+            case _Filling():
+                self._filled(copy)
+            case _Loading():
+                self._loaded(copy)
 
     def changes(self, changes: list[CacheChange]) -> list[CacheChange]:
-        """What the pool's changes mean for others: a block counts as cached until it has left this tier, too."""
-        dropped, self._dropped = self._dropped, []
-        left = [change for change in dropped if not self.kv.pool.has(change.digest)]
-        return [change for change in changes if change.stored or change.digest not in self.slots] + left
+        """What the pool's changes and those of host memory and the file mean together, in order."""
+        own, self._changes = self._changes, []
+        own = [change for change in own if not self.kv.pool.has(change.digest)]
+        return [
+            change if change.stored else change._replace(offloaded=self._has(change.digest))
+            for change in (*changes, *own)
+        ]
 
     def held(self) -> list[int]:
         """Blocks that loads hold."""
-        return [b for each in self._loading.values() for b in (*each.held.held(), *(e[3] for e in each.entries))]
+        loads = [each for each in self._copying.values() if isinstance(each, _Loading)]
+        return [block for each in loads for block in (*each.held.held(), *(entry[3] for entry in each.entries))]
 
     # -- internal ---------------------------------------------------------------------------------------------
 
@@ -228,45 +231,168 @@ class Offload:
         count = min(ahead - pool.free, self.slots.total, limits.batch)
         return [each for each in pool.oldest(max(0, count)) if each[1].digest not in self.slots]
 
+    @property
+    def _can_save(self) -> bool:
+        return bool(self.files.total and self._unsaved and self.clock() >= self._saves_rest_until)
+
+    def _requests(self) -> list[_Waiting]:
+        return [each.waiting for each in self._copying.values() if isinstance(each, _Filling | _Loading)]
+
+    def _has(self, digest: bytes) -> bool:
+        return digest in self.slots or digest in self.files
+
+    def _begin(self, copy: _Storing | _Saving | _Filling | _Loading) -> int:
+        self._number += 1
+        self._copying[self._number] = copy
+        return self._number
+
+    def _take_slot(self) -> int | None:
+        taken = self.slots.take()
+        if taken is None:
+            return None
+        slot, before = taken
+        if before is not None:
+            self._unsaved.pop(before.digest, None)
+            self._left(before)
+        return slot
+
+    def _left(self, content: Content) -> None:
+        """A content is not where it was."""
+        self._changes.append(CacheChange(content.group, content.digest, False))
+
     def _store(self, oldest: Sequence[tuple[int, Content]]) -> None:
         entries = []
         for block, content in oldest:
-            taken = self.slots.take()
-            if taken is None:
+            slot = self._take_slot()
+            if slot is None:
                 break
-            slot, before = taken
-            if before is not None:
-                self._dropped.append(CacheChange(before.group, before.digest, False))
             entries.append((block, slot, content))
         if entries:
-            self._number += 1
-            self._storing[self._number] = _Storing(entries, set(range(self.ranks)))
-            filled = [(content.group, 0, slot, block) for block, slot, content in entries]
-            self.orders.append(Store(self._number, self._by_group(filled, 3), self._by_group(filled, 2)))
+            number = self._begin(_Storing(entries, set(range(self.ranks))))
+            filled = [(content.group, slot, block) for block, slot, content in entries]
+            self.orders.append(Store(number, self._by_group(filled, 2), self._by_group(filled, 1)))
 
     def _stored(self, storing: _Storing) -> None:
         if storing.failed:
             self._rest_until = self.clock() + self.limits.rest
         for block, slot, content in storing.entries:
             if self.kv.pool.still_has(block, content) and not storing.failed:  # else it was evicted meanwhile
-                self.slots.put(slot, content)
+                self._put(slot, content)
                 self.counters.stored += 1
             else:
                 self.slots.give_back(slot)
             self.slots.unpin(slot)
 
-    def _longest(self, request: Request, have: int, most: int) -> tuple[int, list[tuple[int, int, int]]]:
-        """Blocks of the longest prefix that is in the pool and here, and what is to be loaded: (group, index, slot)."""
+    def _put(self, slot: int, content: Content) -> None:
+        self.slots.put(slot, content)
+        if self.files.total and content.digest not in self.files:
+            self._unsaved[content.digest] = None
+
+    def _save(self) -> None:
+        entries: list[tuple[int, int, Content]] = []
+        while self._unsaved and len(entries) < self.limits.batch:
+            taken = self.files.take()
+            if taken is None:
+                break
+            place, before = taken
+            if before is not None:
+                self._left(before)
+            slot, content = self.slots.at(self._unsaved.popitem(last=False)[0])
+            self.slots.pin(slot)
+            entries.append((slot, place, content))
+        if entries:
+            number = self._begin(_Saving(entries, set(range(self.ranks))))
+            self.orders.append(Save(number, _file_blocks(entries)))
+
+    def _saved(self, saving: _Saving) -> None:
+        if saving.failed:
+            self._saves_rest_until = self.clock() + self.limits.rest
+        for slot, place, content in saving.entries:
+            if saving.failed:
+                self.files.give_back(place)
+            else:
+                self.files.put(place, content)
+                self.counters.saved += 1
+            self.files.unpin(place)
+            self.slots.unpin(slot)
+
+    def _fill(self, waiting: _Waiting, found: Sequence[_Found]) -> bool:
+        """Reads blocks of the file into host memory, as many as have room there beside the prompt's other ones."""
+        pinned = [entry.slot for entry in found if entry.slot is not None]
+        for slot in pinned:
+            self.slots.pin(slot)
+        entries = []
+        assert waiting.request is not None
+        chain = waiting.request.chain
+        for entry in found:
+            if entry.slot is not None:
+                continue
+            taken = self._take_slot()
+            if taken is None:
+                break
+            self.files.pin(entry.place)
+            content = Content(entry.group, chain.digests[entry.group][entry.index], chain.packed[entry.index])
+            entries.append((taken, entry.place, content))
+        if not entries:
+            for slot in pinned:
+                self.slots.unpin(slot)
+            return False
+        number = self._begin(_Filling(waiting, pinned, entries, set(range(self.ranks)), self.clock()))
+        self.orders.append(Fill(number, _file_blocks(entries)))
+        return True
+
+    def _filled(self, filling: _Filling) -> None:
+        for slot in filling.pinned:
+            self.slots.unpin(slot)
+        for slot, place, content in filling.entries:
+            self.files.unpin(place)
+            if filling.failed:  # what a rank cannot read, or has damaged: computed and saved again when it is needed
+                self.files.drop(content.digest)
+                self.slots.give_back(slot)
+                self._left(content)
+            else:
+                self.slots.put(slot, content)
+            self.slots.unpin(slot)
+        if not filling.failed:
+            self.counters.filled += len(filling.entries)
+            self.fill_pace.add(self.clock() - filling.began, len(filling.entries))
+        request = filling.waiting.request
+        if request is None:
+            return
+        kv = self.kv
+        have = kv.lookup(request.chain, len(request.tokens) - 1).tokens // kv.block_size
+        blocks, entries = self._longest(request, have, (len(request.tokens) - 1) // kv.block_size, in_file=False)
+        if blocks == have or not self._load(filling.waiting, entries):
+            self._ready.append(request)
+
+    def _load(self, waiting: _Waiting, found: Sequence[_Found]) -> bool:
+        kv, request = self.kv, waiting.request
+        assert request is not None
+        held = kv.new_table(kv.lookup(request.chain, len(request.tokens) - 1))
+        if len(found) + int(kv.pool.total * self.limits.watermark) > kv.pool.available:
+            kv.release(held)
+            return False
+        fresh = kv.pool.allocate(len(found))
+        filled = [(each.group, each.index, each.slot or 0, block) for each, block in zip(found, fresh, strict=True)]
+        for _, _, slot, _ in filled:
+            self.slots.pin(slot)
+        number = self._begin(_Loading(waiting, held, filled, set(range(self.ranks)), self.clock()))
+        self.orders.append(Load(number, self._by_group(filled, 2), self._by_group(filled, 3)))
+        return True
+
+    def _longest(self, request: Request, have: int, most: int, *, in_file: bool = True) -> tuple[int, list[_Found]]:
+        """Blocks of the longest prefix that is in the pool and here, and those of it that are to be loaded."""
         kv, chain = self.kv, request.chain
         for blocks in range(self._reach(request, have, most), have, -1):
-            entries = []
+            entries: list[_Found] = []
             for group, (start, stop) in enumerate(wanted_blocks(kv.windows, kv.block_size, have, blocks)):
                 for index in range(start, stop):
                     digest, tokens = chain.digests[group][index], chain.packed[index]
                     slot = self.slots.find(digest, tokens)
-                    if slot is None:
+                    place = self.files.find(digest, tokens) if in_file else None
+                    if slot is None and place is None:
                         break
-                    entries.append((group, index, slot))
+                    entries.append(_Found(group, index, slot, place or 0))
                 else:
                     continue
                 break
@@ -279,28 +405,32 @@ class Offload:
         chain, reach = request.chain, most
         for group, window in enumerate(self.kv.windows):
             index = have
-            while not window and index < reach and chain.digests[group][index] in self.slots:
+            while not window and index < reach and self._has(chain.digests[group][index]):
                 index += 1
             reach = reach if window else index
         return reach
 
     def _loaded(self, loading: _Loading) -> None:
-        kv = self.kv
+        kv, request = self.kv, loading.waiting.request
         for group, index, slot, block in loading.entries:
-            if loading.request is not None and not loading.failed:
-                kv.publish_blocks(loading.request.chain, group, index, [block])
+            if request is not None and not loading.failed:
+                kv.publish_blocks(request.chain, group, index, [block])
             self.slots.unpin(slot)
         kv.pool.release([entry[3] for entry in loading.entries])
         kv.release(loading.held)
-        seconds = self.clock() - loading.began
+        now = self.clock()
         self.counters.loaded += len(loading.entries)
-        self.counters.load_seconds += seconds
-        per_block = seconds / len(loading.entries)
-        older = self.limits.speed_older if self.block_seconds else 0.0
-        self.block_seconds = older * self.block_seconds + (1 - older) * per_block
-        if loading.request is not None:
-            self._ready.append(loading.request)
+        self.counters.load_seconds += now - loading.waiting.since
+        self.load_pace.add(now - loading.began, len(loading.entries))
+        blocks = len({entry[1] for entry in loading.entries})
+        self.token_pace.add(now - loading.waiting.since, blocks * kv.block_size)
+        if request is not None:
+            self._ready.append(request)
 
-    def _by_group(self, entries: Sequence[tuple[int, int, int, int]], place: int) -> tuple[tuple[int, ...], ...]:
+    def _by_group(self, entries: Sequence[tuple[int, ...]], place: int) -> tuple[tuple[int, ...], ...]:
         groups = range(len(self.kv.windows))
         return tuple(tuple(entry[place] for entry in entries if entry[0] == group) for group in groups)
+
+
+def _file_blocks(entries: Sequence[tuple[int, int, Content]]) -> tuple[FileBlock, ...]:
+    return tuple(FileBlock(slot, place, *content) for slot, place, content in entries)

@@ -67,7 +67,31 @@ class Store(Struct, frozen=True, tag="store"):
     slots: tuple[tuple[int, ...], ...]
 
 
-Order = Connect | Disconnect | Announce | Read | End | Load | Store
+class FileBlock(Struct, frozen=True):
+    """A block in host memory and in the rank's file."""
+
+    slot: int
+    place: int
+    group: int
+    digest: bytes
+    tokens: bytes  # little-endian u32
+
+
+class Save(Struct, frozen=True, tag="save"):
+    """Write slots of this rank's host memory to its file. Reported as a read of chunk 0."""
+
+    fetch: int
+    blocks: tuple[FileBlock, ...]
+
+
+class Fill(Struct, frozen=True, tag="fill"):
+    """Read blocks of this rank's file into slots of its host memory. Reported as a read of chunk 0."""
+
+    fetch: int
+    blocks: tuple[FileBlock, ...]
+
+
+Order = Connect | Disconnect | Announce | Read | End | Load | Store | Save | Fill
 
 
 class ChunkRead(Struct, frozen=True, tag="read"):
