@@ -28,14 +28,14 @@ FETCHED = 1500  # tokens
 PIECES = FETCHED // 16 * 2 * 30
 PROMPTS = (256, 1500, 4000)
 CACHE = 1 << 30
-STREAMS, STREAM_TOKENS = 6, 120
-LONG, LONG_EVERY = 768, 1.5
+STREAMS, STREAM_TOKENS = 16, 200
+LONG, LONG_EVERY = 6000, 8.0
 
 
 def config_of(name: str) -> ReplicaConfig:
     return ReplicaConfig(
         replica_id=name, model="smollm2", source="smollm2", dtype="float32", device="cpu",
-        kv_cache_memory=CACHE, max_model_len=4096, max_num_seqs=32, cpu_threads=1,
+        kv_cache_memory=CACHE, max_model_len=8192, max_num_seqs=32, cpu_threads=1,
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -63,3 +64,25 @@ def test_prompts_are_computed_for_others_unless_the_role_is_decode(
     assert (target.load.counters.fetches, target.load.counters.fetches_failed) == (4, 2)
     with pytest.raises(UnknownRoleError, match="'encode'"):
         source.set_role("encode")
+
+
+def test_a_role_that_changes_keeps_the_cache(
+    replica: Callable[..., tuple[Replica, str]], router_client: Any, save_tiny: Callable[..., Path]
+) -> None:
+    """For its own requests, and for those of others, which read it."""
+    folder = save_tiny("llama")
+    source, address = replica(folder, "decode")
+    own, target = router_client.connect(address), router_client.connect(replica(folder, "both")[1])
+    draw = Random(7)
+    prompts = [[draw.randrange(3, 300) for _ in range(draw.randrange(40, 100))] for _ in range(10)]
+
+    def hits(stream: Any, at: str = "") -> int:
+        return sum(stream.submit(prompt, 2, *([at] if at else [])).wait().cached_tokens for prompt in prompts)
+
+    assert hits(own) == 0
+    before = hits(own)
+    assert before >= 10 * 32
+    source.set_role("prefill")
+    assert hits(target, address) >= 0.99 * before
+    source.set_role("decode")
+    assert hits(own) >= 0.99 * before

@@ -2,6 +2,7 @@
 
 import pytest
 
+from headrace_worker.core.plan import StepPlan
 from headrace_worker.core.transfer.fetch import patience
 from headrace_worker.core.transfer.grant import lease
 from headrace_worker.core.transfer.messages import Cancel, Commit, Done, FetchRequest, Granted, Offer, Renew, Renewed
@@ -171,8 +172,14 @@ def test_a_source_offers_what_is_cached_at_once_and_the_rest_with_the_step_that_
         exchange.granter.receive("there", FetchRequest(fetch, b"", "", tokens, 0))
         offers = [each for _, each in exchange.take_outbound().to_targets if isinstance(each, Offer)]
         assert [offer.computed for offer in offers] == ([True] if fetch == 1 else [])
-    orders = []
-    bench.runner.on_launch = lambda plan: orders.extend(plan.orders)
+    orders, sent = [], []
+    exchange.send = lambda outbound: sent.extend(each for _, each in outbound.to_targets)
+
+    def launched(plan: StepPlan) -> None:
+        orders.extend(plan.orders)
+        assert [each.computed for each in sent if isinstance(each, Offer)] == [False], "before the step computes it"
+
+    bench.runner.on_launch = launched
     bench.engine.step()
     assert [order for order in orders if isinstance(order, Announce)] == [
         Announce(7, 1, 0, computed=True), Announce(7, 2, 0, computed=False)

@@ -130,6 +130,7 @@ class Engine:
         orders: list[Order] = []
         if self.exchange.busy:
             orders = self.exchange.take_orders(scheduled.plan.step if scheduled is not None else 0)
+            self.exchange.send_early()
         if orders and scheduled is None:
             scheduled = ScheduledStep(StepPlan(0, [], [], [], []), [], [])
         if scheduled is not None:

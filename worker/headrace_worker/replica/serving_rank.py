@@ -66,6 +66,7 @@ class ServingRank:
             peer = TransferPeer(lambda: description.identity, shards, loop.commands)
             servicer = Servicer(description, loop, assembly.kv.start_chain, boot_id, peer, member)
             address = server.start(servicer)
+            assembly.engine.exchange.send = lambda outbound: server.call_soon(servicer.send_out, outbound)
         except BaseException:
             server.stop()
             raise

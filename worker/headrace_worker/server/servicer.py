@@ -85,10 +85,10 @@ class Servicer(ReplicaServicer):
                 stream.outbox.finish()
         self._cache.publish(report.cache_changes)
         if report.outbound is not None:
-            self._send_out(report.outbound)
+            self.send_out(report.outbound)
 
-    def _send_out(self, outbound: Outbound) -> None:
-        """Sends the step loop's messages to other replicas."""
+    def send_out(self, outbound: Outbound) -> None:
+        """Sends the step loop's messages to other replicas. Called on the event loop."""
         for source, message in outbound.to_sources:
             self._sources.send(source, message)
         for target, answer in outbound.to_targets:

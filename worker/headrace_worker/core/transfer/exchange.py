@@ -56,6 +56,7 @@ class TransferExchange:
             clock,
         )
         self.moves_blocks = True  # whether this replica's ranks can read others' memory
+        self.send: Callable[[Outbound], None] | None = None  # before a step computes what its messages announce
         self._scheduler = scheduler
         self._clock = clock
 
@@ -112,6 +113,11 @@ class TransferExchange:
     def source_speeds(self) -> list[SourceSpeed]:
         """Of the sources of which it is known."""
         return self.fetcher.peers.speeds(self._clock())
+
+    def send_early(self) -> None:
+        """Sends what there is so far, if `send` is set: a step may compute for longer than a read takes."""
+        if self.send is not None and (outbound := self.take_outbound()):
+            self.send(outbound)
 
     def take_outbound(self) -> Outbound:
         """Messages since the last call."""
