@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from headrace_worker.core.transfer.exchange import Outbound
 from headrace_worker.core.transfer.grant import lease
-from headrace_worker.core.transfer.messages import Commit
+from headrace_worker.core.transfer.messages import Commit, Offer
 from support.simulation.world import InvariantViolation
 
 if TYPE_CHECKING:
@@ -37,10 +37,15 @@ class Invariants:
                 raise InvariantViolation(f"{self._replica.name} holds grants of {peer} beyond their lease")
 
     def commits(self, outbound: Outbound) -> None:
-        """A chunk is committed only when its step is known to have succeeded."""
+        """A chunk is committed when its step is known to have succeeded, or was cached when it was offered."""
+        cached = {
+            (peer, message.fetch, message.chunk)
+            for peer, message in outbound.to_targets
+            if isinstance(message, Offer) and message.computed
+        }
         for peer, message in outbound.to_targets:
             known = self._replica.engine.exchange.granter._peers.get(peer)
-            if isinstance(message, Commit) and known is not None:
+            if isinstance(message, Commit) and known and (peer, message.fetch, message.chunk) not in cached:
                 step = self._replica.ranks.computed_in.get((known.number, message.fetch, message.chunk))
                 if step not in self._replica.ranks.collected:
                     raise InvariantViolation(
@@ -60,6 +65,8 @@ class Invariants:
             "queued": len(self._replica.scheduler.waiting),
             "running": len(self._replica.scheduler.running),
             "exposed chunks": len(self._replica.ranks.exposures),
+            "copies of evicted blocks": len(exchange.offload._copying),
+            "pinned slots": len(exchange.offload.slots._pins) + len(exchange.offload.files._pins),
         }
         known = {peer.number for peer in exchange.fetcher.peers._peers.values()}
         known |= {peer.number for peer in exchange.granter._peers.values()}

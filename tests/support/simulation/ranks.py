@@ -1,7 +1,7 @@
 """A replica's ranks behind the engine's `StepRunner`: each executes the plans in order, the others after rank 0."""
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,7 +11,7 @@ from headrace_worker.core.transfer.orders import Announce, Connect, Order, Read,
 from headrace_worker.core.transfer.shards import KvShards
 from support.simulation.shadow import INVALID, RankShadow, Task
 from support.simulation.sim_model import BLOCK, Model, next_tag, next_token
-from support.simulation.transfer_workers import DataNetwork, LayerGate, SimTransferWorker
+from support.simulation.transfer_workers import DataNetwork, Disk, LayerGate, SimTransferWorker
 from support.simulation.world import InvariantViolation, Owner, World
 
 INVALID_TOKEN = 1  # never sampled by the model
@@ -60,6 +60,7 @@ class SimRanks:
         network: DataNetwork,
         report: Callable[[TransferReport], None],
         spend: Callable[[], None],
+        disks: Sequence[Disk],
     ) -> None:
         self.failing_steps = 0  # steps that will fail
         self._routed_ranks: dict[int, set[int]] = {}  # of this target, by source
@@ -76,7 +77,14 @@ class SimRanks:
         self._pending: list[deque[_Launched]] = [deque() for _ in shards.ranks]
         self.transfer_workers = [
             SimTransferWorker(
-                world, owner, RankShadow(number, shard, model.windows, BLOCK), shard.agent, network, report, self._over
+                world,
+                owner,
+                RankShadow(number, shard, model.windows, BLOCK),
+                shard.agent,
+                network,
+                report,
+                self._over,
+                disks[number],
             )
             for number, shard in enumerate(shards.ranks)
         ]

@@ -6,6 +6,7 @@
 
 import asyncio
 from collections import Counter
+from dataclasses import replace
 from random import Random
 
 from support.simulation.command import replay
@@ -28,10 +29,14 @@ def _run(seed: int, moves: bool, tracing: bool) -> Counter[str]:
     random = world.random
     model = Model(random.choice(WINDOWS), random.randrange(1, 4), states=seed % 5 == 3)
     shapes = [_shape(random, number, model) for number in range(random.choice((2, 3, 3, 3, 4)))]
+    if seed % 4 == 2 and not model.states:
+        shapes = [_offloading(shape, model, seed + number) for number, shape in enumerate(shapes)]
     names = [shape.name for shape in shapes]
     decoders = set(names) if random.random() < 0.5 else set(names[1:])
     cluster = ScheduledCluster(world, model, shapes, decoders, random.choice((0.5, 0.9, 1.0)))
     requests = _requests(random)
+    if shapes[0].host_slots:
+        requests = _repeated(requests)
     cluster.schedule_requests(requests)
     faults = Faults(cluster)
     faults.plan()
@@ -46,6 +51,9 @@ def _run(seed: int, moves: bool, tracing: bool) -> Counter[str]:
     outcomes = Counter(request.outcome for request in cluster.router.requests)
     for replica in cluster.replicas:
         outcomes["fetches"] += replica.engine.exchange.fetcher.counters.started
+        offload = replica.engine.exchange.offload.counters
+        outcomes["loaded"] += offload.loaded
+        outcomes["filled"] += offload.filled
         outcomes["fetched"] += replica.engine.exchange.fetcher.counters.done
         outcomes["preempted"] += replica.scheduler.counters.preemptions
     outcomes["moved"] = cluster.router.moved
@@ -57,17 +65,37 @@ def _run(seed: int, moves: bool, tracing: bool) -> Counter[str]:
 
 def _shape(random: Random, number: int, model: Model) -> Shape:
     tp, pp = random.choice([split for split in SPLITS if model.fits(split[0])])
-    least = len(model.windows) * (LONGEST // BLOCK + 1)
     return Shape(
         name=f"r{number}",
         tp=tp,
         pp=pp,
-        blocks=1 + least + random.choice((1, 8, 20, 60)),
+        blocks=_least(model) + random.choice((1, 8, 20, 60)),
         rows=random.choice((2, 4, 8)),
         budget=random.choice((4, 8, 16, 40)),
         depth=random.choice((0, 0, 1, 2)),
         step_seconds=random.choice((0.003, 0.01, 0.02)),
     )
+
+
+def _least(model: Model) -> int:
+    """Blocks that the longest request needs."""
+    return 1 + len(model.windows) * (LONGEST // BLOCK + 1)
+
+
+def _offloading(shape: Shape, model: Model, seed: int) -> Shape:
+    """With host memory and a file for evicted blocks, and messages that leave before a step computes."""
+    host_slots, places = (5, 20, 200)[seed // 4 % 3], (0, 20, 60, 400)[seed // 12 % 4]
+    return replace(shape, blocks=_least(model), host_slots=host_slots, places=places)
+
+
+def _repeated(requests: list[ClientRequest]) -> list[ClientRequest]:
+    """And the same prompts again, later."""
+    return requests + [
+        replace(request, number=len(requests) * turn + request.number, arrival=request.arrival + turn, deadline=None)
+        for turn in (1, 2)
+        for request in requests
+        if request.disconnects_in is None
+    ]
 
 
 def _requests(random: Random) -> list[ClientRequest]:

@@ -8,7 +8,7 @@ from support.simulation.sim_replica import SimReplica
 from support.simulation.sim_request import Phase, SimRequest
 from support.simulation.sim_router import SimRouter
 from support.simulation.transfer_stream import TransferStream
-from support.simulation.transfer_workers import DataNetwork
+from support.simulation.transfer_workers import DataNetwork, Disk
 from support.simulation.world import InvariantViolation, Network, World
 
 ORPHAN_SECONDS = 1.5
@@ -21,6 +21,7 @@ class Cluster(ABC):
     def __init__(self, world: World, model: Model) -> None:
         self.world = world
         self.data = DataNetwork(world)
+        self.disks: dict[tuple[str, int], Disk] = {}  # of ranks, by replica and number
         self.network = Network(world)
         self.streams: list[TransferStream] = []
         self.requests_to_come = 0

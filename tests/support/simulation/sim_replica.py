@@ -19,6 +19,7 @@ from headrace_worker.core.scheduler_limits import SchedulerLimits
 from headrace_worker.core.transfer.exchange import Outbound, TransferExchange
 from headrace_worker.core.transfer.orders import TransferReport
 from headrace_worker.core.transfer.shards import KvShards
+from headrace_worker.core.transfer.slots import Slots
 from headrace_worker.server.convert import to_load, to_request
 from headrace_worker.server.transfer_peer import TransferPeer
 from support.simulation.invariants import Invariants
@@ -49,6 +50,8 @@ class Shape:
     depth: int
     step_seconds: float
     revision: str = "r"
+    host_slots: int = 0  # for evicted blocks
+    places: int = 0  # for them in the ranks' files
 
 
 class SimReplica:
@@ -87,8 +90,19 @@ class SimReplica:
         self.kv = KVManager(layout, shape.blocks, BlockHasher(KEY), scope, slots, shape.rows)
         limits = SchedulerLimits(shape.rows, shape.budget, max_waiting=64, batches=shape.pp)
         self.scheduler = Scheduler(limits, self.kv, self.clock)
-        self.ranks = SimRanks(self.world, self, model, self.shards, cluster.data, self._reported, self._spend)
-        self.engine = Engine(self.scheduler, self.ranks, self.clock, max(shape.depth, shape.pp - 1), len(ranks))
+        disks = [cluster.disks.setdefault((shape.name, number), {}) for number in range(len(ranks))]
+        self.ranks = SimRanks(self.world, self, model, self.shards, cluster.data, self._reported, self._spend, disks)
+        self.engine = Engine(
+            self.scheduler,
+            self.ranks,
+            self.clock,
+            max(shape.depth, shape.pp - 1),
+            len(ranks),
+            shape.host_slots,
+            Slots(shape.places, [(place, content) for place, (content, _) in disks[0].items()]),
+        )
+        if shape.host_slots:
+            self.engine.exchange.send = self._send_early
         self.peer = TransferPeer(lambda: self.identity, self.shards, CommandQueue())
         self.invariants = Invariants(self)
         self.sources: dict[str, TransferStream] = {}
@@ -243,6 +257,12 @@ class SimReplica:
     def _report(self, outputs: list[Output], outbound: Outbound) -> None:
         self._deliver(outputs)
         self._send_out(outbound)
+
+    def _send_early(self, outbound: Outbound) -> None:
+        """Before the step that the turn computes."""
+        self.invariants.commits(outbound)
+        self._reported_at = max(self._reported_at, self.world.now + self.world.delay() / 8)
+        self.world.at(self._reported_at - self.world.now, lambda: self._send_out(outbound), self)
 
     def _spend(self) -> None:
         self._spent += self.slowdown * self.shape.step_seconds * (0.5 + self.world.random.random())

@@ -7,6 +7,7 @@ memory at one time and reaches the target's at a later one, whatever both have d
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from headrace_worker.core.kv.blocks import Content
 from headrace_worker.core.transfer.orders import (
     Announce,
     ChunkRead,
@@ -14,15 +15,22 @@ from headrace_worker.core.transfer.orders import (
     Disconnect,
     End,
     FetchOver,
+    FileBlock,
+    Fill,
+    Load,
     Order,
     Read,
+    Save,
+    Store,
     TransferReport,
 )
 from headrace_worker.core.transfer.shards import Route
-from support.simulation.shadow import RankShadow
+from support.simulation.shadow import NOTHING, Cell, RankShadow
 from support.simulation.world import InvariantViolation, Owner, World
 
 Notice = tuple[bytes, int, int]  # the source's agent, fetch, chunk
+Pieces = dict[tuple[int, int], Cell]  # of a block, by layer and head
+Disk = dict[int, tuple[Content, Pieces]]  # a rank's file: by place
 
 
 @dataclass(slots=True)
@@ -73,13 +81,17 @@ class SimTransferWorker:
         network: DataNetwork,
         report: Callable[[TransferReport], None],
         over: Callable[[int, Read], None],
+        disk: Disk,
     ) -> None:
-        """`over` is called when the rank does not write blocks of a chunk any more."""
+        """`over` is called when the rank does not write blocks of a chunk any more. disk: of all builds of the rank."""
         self.world = world
         self.owner = owner
         self.shadow = shadow
         self.peers: dict[int, Connect] = {}
         self.reading: list[_Reading] = []
+        self.loading: list[Load] = []
+        self._host: dict[tuple[int, int], Pieces] = {}  # by cache group and slot
+        self._disk = disk
         self._agent = agent
         self._network = network
         self._report = report
@@ -103,6 +115,13 @@ class SimTransferWorker:
             case Read():
                 self.reading.append(_Reading(order, self._routes(order.peer)))
                 self.wake()
+            case Load():
+                self.loading.append(order)
+                self._copy(order)
+            case Store():
+                self._copy(order)
+            case Save(fetch, blocks) | Fill(fetch, blocks):
+                self._file(fetch, blocks, saves=isinstance(order, Save))
             case End(peer, fetch):
                 self._announcing = [each for each in self._announcing if (each[0].peer, each[0].fetch) != (peer, fetch)]
                 if self.peers[peer].reads:
@@ -134,7 +153,61 @@ class SimTransferWorker:
 
     def blocks_in_transfer(self) -> set[int]:
         """Blocks that the worker may still write."""
-        return {block for reading in self.reading for row in reading.order.mine for block in row}
+        loads = {block for order in self.loading for row in order.blocks for block in row}
+        return loads | {block for reading in self.reading for row in reading.order.mine for block in row}
+
+    def _copy(self, order: Load | Store) -> None:
+        """Within this rank: each block leaves one memory and reaches the other at times of its own."""
+        pairs = [
+            (group, slot, block)
+            for group, (slots, blocks) in enumerate(zip(order.slots, order.blocks, strict=True))
+            for slot, block in zip(slots, blocks, strict=True)
+        ]
+        left = len(pairs)
+
+        def leave(group: int, slot: int, block: int) -> None:
+            empty = [NOTHING] * self.shadow.block_size
+            cells, parts = self.shadow.cells, self.shadow.parts[group]
+            if isinstance(order, Store):
+                pieces = {part: list(cells[part].get(block, empty)) for part in parts}
+            else:
+                pieces = dict(self._host[group, slot])
+            self.world.at(self.world.delay() / 4, lambda: reach(group, slot, block, pieces), self.owner)
+
+        def reach(group: int, slot: int, block: int, pieces: Pieces) -> None:
+            nonlocal left
+            left -= 1
+            if isinstance(order, Store):
+                self._host[group, slot] = pieces
+            else:
+                for part, cell in pieces.items():
+                    self.shadow.cells[part][block] = list(cell)
+            if not left:
+                if isinstance(order, Load):
+                    self.loading.remove(order)
+                self._report(ChunkRead(self.shadow.number, order.fetch, 0, True))
+
+        for pair in pairs:
+            self.world.at(self.world.delay() / 4, lambda pair=pair: leave(*pair), self.owner)  # type: ignore[misc]
+
+    def _file(self, fetch: int, blocks: tuple[FileBlock, ...], *, saves: bool) -> None:
+        good, left = True, len(blocks)
+
+        def do(block: FileBlock) -> None:
+            nonlocal good, left
+            left -= 1
+            content, fails = Content(block.group, block.digest, block.tokens), self.world.chance(0.01)
+            if saves and not fails:
+                self._disk[block.place] = content, dict(self._host[block.group, block.slot])
+            elif not fails and block.place in self._disk and self._disk[block.place][0] == content:
+                self._host[block.group, block.slot] = dict(self._disk[block.place][1])
+            else:
+                good = False
+            if not left:
+                self._report(ChunkRead(self.shadow.number, fetch, 0, good))
+
+        for block in blocks:
+            self.world.at(self.world.delay(), lambda block=block: do(block), self.owner)  # type: ignore[misc]
 
     def wake(self) -> None:
         self.world.at(self.world.delay(), self._progress, self.owner)

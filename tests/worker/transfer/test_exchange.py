@@ -5,8 +5,18 @@ import pytest
 from headrace_worker.core.plan import StepPlan
 from headrace_worker.core.transfer.fetch import patience
 from headrace_worker.core.transfer.grant import lease
-from headrace_worker.core.transfer.messages import Cancel, Commit, Done, FetchRequest, Granted, Offer, Renew, Renewed
-from headrace_worker.core.transfer.orders import Announce, ChunkRead, Connect, Disconnect, End, FetchOver
+from headrace_worker.core.transfer.messages import (
+    Cancel,
+    Commit,
+    Done,
+    FetchRequest,
+    FromSource,
+    Granted,
+    Offer,
+    Renew,
+    Renewed,
+)
+from headrace_worker.core.transfer.orders import Announce, ChunkRead, Connect, Disconnect, End, FetchOver, Order
 from support.worker.engine_bench import make_bench
 
 TOKENS = list(range(20, 60))
@@ -172,7 +182,8 @@ def test_a_source_offers_what_is_cached_at_once_and_the_rest_with_the_step_that_
         exchange.granter.receive("there", FetchRequest(fetch, b"", "", tokens, 0))
         offers = [each for _, each in exchange.take_outbound().to_targets if isinstance(each, Offer)]
         assert [offer.computed for offer in offers] == ([True] if fetch == 1 else [])
-    orders, sent = [], []
+    orders: list[Order] = []
+    sent: list[FromSource] = []
     exchange.send = lambda outbound: sent.extend(each for _, each in outbound.to_targets)
 
     def launched(plan: StepPlan) -> None:
