@@ -70,6 +70,8 @@ def test_every_option_reaches_the_spec_from_flag_and_environment() -> None:
             others = {"prefill": "2", "decode": "2"}
         if option.name.startswith("tls"):
             others = {"tls_cert": "c", "tls_key": "k"}
+        if option.name.startswith("kv_offload_dir"):
+            others = {"kv_offload_memory": "1GiB", "kv_offload_dir": "d"}
         if option.name == "admin_host":
             others = {"admin_key_file": "k"}
         by_flag = build_spec(others | {option.name: value}, environ={})

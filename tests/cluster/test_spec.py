@@ -88,6 +88,8 @@ def test_metrics_ports_are_known_before_a_start(data: dict[str, Any], ports: tup
         ({"models": [{"prefill": {}, "decode": {"tp": 0}}]}, "models[0].decode.tp"),
         ({"models": [{"prefill": {"dp": 1}, "decode": {}}]}, "unknown key 'models[0].prefill.dp'"),
         ({"models": [{"prefill": {"tp": 1}, "decode": {}, "tp": 2, "ep": True}]}, "ep"),
+        ({"models": [{"kv_offload_dir": "/cache"}]}, "evicted KV blocks go to disk through host memory"),
+        ({"models": [{"kv_offload_memory": "1GiB", "kv_offload_dir_size": "9GiB"}]}, "give kv_offload_dir and"),
         ({"models": [{"cpu_arithmetic": "bf16", "dtype": "float16"}]}, "cpu_arithmetic bf16 is for CPUs"),
         ({"models": [{"port_range": "20100-20000"}]}, "write a range of ports like 20000-20100"),
         ({"models": [{"port_range": "0-9"}]}, "write a range of ports like 20000-20100"),

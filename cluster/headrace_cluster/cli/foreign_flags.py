@@ -45,6 +45,7 @@ _NAMES = {
         "evicted KV blocks go to host memory with --kv-offload-memory 8GiB"
     ),
     ("--enable-hierarchical-cache",): "--kv-offload-memory 8GiB",
+    ("--hicache-storage-backend",): "--kv-offload-dir FOLDER, with --kv-offload-memory",
     ("--max-logprobs",): "the key limits.top_logprobs of the config file bounds it",
     ("--scheduling-policy", "--schedule-policy"): "requests run in the order of their arrival; leave it out",
     ("--disable-log-requests", "--enable-log-requests", "--log-requests"): "requests are not logged; leave it out",

@@ -177,6 +177,10 @@ class ModelSpec(Section, ReplicaSettings):  # type: ignore[misc]  # frozen by it
         for pool in self.pools:
             if self.ep and pool.tp == 1:
                 raise ValueError("ep splits the experts over the tp ranks, but tp is 1: raise tp, or leave ep out")
+        if (self.kv_offload_dir or self.kv_offload_dir_size) and not (self.kv_offload_memory and self.kv_offload_dir):
+            raise ValueError(
+                "evicted KV blocks go to disk through host memory: give kv_offload_dir and kv_offload_memory"
+            )
         if self.cpu_arithmetic == "bf16" and (self.dtype not in ("auto", "float32") or self.device == "cuda"):
             raise ValueError("cpu_arithmetic bf16 is for CPUs and dtype float32: leave it, dtype or device out")
         return self
