@@ -85,6 +85,7 @@ class Granter:
         known.lost = True
         for grant in self._grants.values():
             if grant.peer == peer:
+                grant.failed = True  # nothing is committed: nobody would read it
                 self._stop(grant)
         self._forget_lost(peer)
 
