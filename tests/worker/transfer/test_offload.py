@@ -43,7 +43,7 @@ class Host:
             order = self.pending.pop(0)
             good = self._copy(order) if isinstance(order, Load | Store) else self._file(order)
             self.bench.clock.now += self.seconds
-            exchange.handle_report(ChunkRead(0, order.fetch, 0, good))
+            exchange.handle_report(ChunkRead(0, order.fetch, 0, good, 0, self.seconds))
             self.bench.scheduler.check(exchange.held())
         self.changes += self.bench.engine.take_cache_changes()
         self.bench.clock.now += 0.01
@@ -149,6 +149,45 @@ def test_a_load_that_takes_longer_than_computing_is_not_tried_again(make_host: C
         host.run(host.bench.request(prompt(seed)))
     assert not offload.begin(host.bench.request(prompt(1)), 1e-3, 0)
     assert offload.begin(host.bench.request(prompt(1)), 1.0, 0)
+
+
+@pytest.mark.parametrize(("length", "together"), [(125, 1), (501, 1), (2001, 1), (251, 8), (501, 8)])
+def test_prompts_of_any_length_are_stored_before_they_are_evicted(
+    make_host: Callable[..., Host], length: int, together: int
+) -> None:
+    """Also where a step computes, and evicts, many blocks."""
+    host = make_host(num_blocks=2501, host_slots=20_000, budget=2048, max_num_seqs=8)
+    prompts = [prompt(seed, length) for seed in range(8 * max(1, 2500 // length) + 8)]
+    requests: list[Request] = []
+    for _ in range(2):
+        requests = []
+        for first in range(0, len(prompts), together):
+            some = [host.bench.request(each, 2) for each in prompts[first : first + together]]
+            host.run(*some)
+            requests += some
+    tokens = sum(len(each) - 1 for each in prompts)
+    assert sum(request.cached_tokens for request in requests) > 0.95 * tokens
+
+
+def test_a_long_prompt_is_looked_up_in_linear_time(make_host: Callable[..., Host]) -> None:
+    """Where blocks that the window sees are missing: each block is looked up once."""
+    host = make_host(windows=(0, 8), num_blocks=3001, host_slots=4000, budget=512)
+    host.run(host.bench.request(prompt(1, 4001), 2))
+    offload = host.bench.engine.exchange.offload
+    chain = host.bench.request(prompt(1, 4001)).chain
+    host.bench.kv.extend_chain(chain, prompt(1, 4001), 1000)
+    lookups = 0
+
+    class Counting(Slots):
+        def find(self, digest: bytes, tokens: bytes) -> int | None:
+            nonlocal lookups
+            lookups += 1
+            return 1 if digest in set(chain.digests[0]) else None
+
+    offload.slots = Counting(4000)
+    host.bench.kv.pool.find = lambda digest, tokens: None
+    assert not offload.begin(host.bench.request(prompt(1, 4001)), 1.0, 0)
+    assert 1000 <= lookups <= 2100
 
 
 def test_a_copy_that_fails_costs_time_only(make_host: Callable[..., Host]) -> None:

@@ -2,7 +2,6 @@
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from itertools import islice
 from typing import NamedTuple
 
 NULL_BLOCK = 0
@@ -44,6 +43,7 @@ class BlockPool:
         self._contents: list[Content | None] = [None] * num_blocks
         self._free = list(range(num_blocks - 1, 0, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
+        self._unstored: OrderedDict[int, None] | None = None  # of `_cached`: not taken by `take_unstored` yet
         self._quarantined: set[int] = set()
         self._by_digest: dict[bytes, int] = {}
         self._changes: list[CacheChange] = []
@@ -83,6 +83,7 @@ class BlockPool:
                 block = self._free.pop()
             else:
                 block, _ = self._cached.popitem(last=False)
+                self._forget_unstored(block)
                 self._remove_content(block)
             self._references[block] = 1
             blocks.append(block)
@@ -101,10 +102,24 @@ class BlockPool:
         """Whether some block has this content."""
         return digest in self._by_digest
 
-    def oldest(self, count: int) -> list[tuple[int, Content]]:
-        """Cached blocks that are evicted next, in that order, and their contents."""
-        contents = ((block, self._contents[block]) for block in islice(self._cached, count))
-        return [(block, content) for block, content in contents if content is not None]
+    def follow_unstored(self) -> None:
+        """From now on cached blocks are to be stored elsewhere before they are evicted: `take_unstored`."""
+        self._unstored = OrderedDict.fromkeys(self._cached)
+
+    @property
+    def unstored(self) -> int:
+        """Cached blocks that are not taken yet."""
+        return len(self._unstored or ())
+
+    def take_unstored(self, count: int) -> list[tuple[int, Content]]:
+        """The next ones of these to be evicted, in that order, and their contents: until each is released again."""
+        taken = []
+        while self._unstored and len(taken) < count:
+            block, _ = self._unstored.popitem(last=False)
+            content = self._contents[block]
+            if content is not None:
+                taken.append((block, content))
+        return taken
 
     def is_cached(self, block: int) -> bool:
         """Whether the block is not referenced and counts as available."""
@@ -114,6 +129,7 @@ class BlockPool:
         """Adds a reference to a block that `find` returned."""
         if self._references[block] == 0:
             del self._cached[block]
+            self._forget_unstored(block)
         self._references[block] += 1
         self.peak_used = max(self.peak_used, self.used)
 
@@ -136,6 +152,7 @@ class BlockPool:
             self._remove_content(block)
             if block in self._cached:
                 del self._cached[block]
+                self._forget_unstored(block)
                 self._free.append(block)
 
     def evict_next(self, digest: bytes) -> None:
@@ -143,6 +160,7 @@ class BlockPool:
         block = self._by_digest.get(digest)
         if block is not None and block in self._cached:
             self._cached.move_to_end(block, last=False)
+            self._forget_unstored(block)
 
     def forget(self, block: int) -> None:
         """Removes the content of a referenced block from the index; requests that share the block continue with it."""
@@ -162,6 +180,8 @@ class BlockPool:
                     self._free.append(block)
                 else:
                     self._cached[block] = None
+                    if self._unstored is not None:
+                        self._unstored[block] = None
 
     def quarantine(self, blocks: Iterable[int]) -> None:
         """Removes the only reference to each block without freeing it: a receive may still write it."""
@@ -204,6 +224,10 @@ class BlockPool:
                 raise RuntimeError(f"block {block} is indexed under a hash that it does not have")
         if sum(content is not None for content in self._contents) != len(self._by_digest):
             raise RuntimeError("a block has a hash that is not indexed")
+
+    def _forget_unstored(self, block: int) -> None:
+        if self._unstored is not None:
+            self._unstored.pop(block, None)
 
     def _remove_content(self, block: int) -> None:
         content = self._contents[block]

@@ -54,6 +54,7 @@ class TransferExchange:
             Slots(0) if files is None else files,
             scheduler.limits.max_num_batched_tokens,
             clock,
+            lambda: predict()[1],
         )
         self.moves_blocks = True  # whether this replica's ranks can read others' memory
         self.send: Callable[[Outbound], None] | None = None  # before a step computes what its messages announce

@@ -28,7 +28,10 @@ class OffloadLimits:
     ahead: float = 0.25  # share of the pool that is free, or stored already and evicted next
     ahead_steps: int = 4  # so many steps of prompts at least: a copy takes two
     most_ahead: float = 0.5  # of the pool
-    batch: int = 128  # blocks of one order
+    batch: int = 1024  # blocks of one order
+    saves: int = 128  # blocks of one order that writes to the file
+    steps: int = 2  # that an order and its reports wait for
+    changes: int = 4096  # that are told to routers at once
     min_blocks: int = 2  # fewer are computed
     watermark: float = 0.05  # share of the pool that loads leave to running requests
     rest: float = 10.0  # seconds without stores, or saves, after one that failed
@@ -50,13 +53,15 @@ class _Storing:
     entries: list[tuple[int, int, Content]]  # block, slot, content
     missing: set[int]  # ranks
     failed: bool = False
+    seconds: float = 0.0  # of the slowest rank
 
 
 @dataclass(slots=True)
 class _Saving:
     entries: list[tuple[int, int, Content]]  # slot, place, content
-    missing: set[int]  # ranks
+    missing: set[int]
     failed: bool = False
+    seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -65,18 +70,19 @@ class _Filling:
     pinned: list[int]  # slots with blocks of the same prompt
     entries: list[tuple[int, int, Content]]  # slot, place, content
     missing: set[int]
-    began: float
     failed: bool = False
+    seconds: float = 0.0
 
 
 @dataclass(slots=True)
 class _Loading:
     waiting: "_Waiting"
     held: BlockTable
+    shared: list[int]  # blocks of the prompt that are in the pool behind the others
     entries: list[tuple[int, int, int, int]]  # cache group, index in the prompt, slot, block
     missing: set[int]
-    began: float
     failed: bool = False
+    seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -85,6 +91,7 @@ class _Waiting:
 
     request: Request | None  # None: it has ended
     since: float
+    seconds: float = 0.0  # of its copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +100,13 @@ class _Found:
 
     group: int
     index: int  # in the prompt
-    slot: int | None  # None: it is in the file alone
-    place: int
+    slot: int | None = None
+    place: int = 0
+    block: int | None = None  # it is in the pool
+
+    @property
+    def in_file_alone(self) -> bool:
+        return self.slot is None and self.block is None
 
 
 @dataclass(slots=True)
@@ -107,12 +119,13 @@ class Offload:
     files: Slots  # places in the ranks' files, which are the same in all
     step_tokens: int  # that a step computes at most
     clock: Callable[[], float]
+    step_seconds: Callable[[], float]  # of the newest step; 0 = not known
     limits: OffloadLimits = OffloadLimits()
     counters: OffloadCounters = field(default_factory=OffloadCounters)
     orders: list[Order] = field(default_factory=list)
-    load_pace: Pace = field(default_factory=Pace)  # of a block, from host memory
-    fill_pace: Pace = field(default_factory=Pace)  # of a block, from the file to host memory
-    token_pace: Pace = field(default_factory=Pace)  # of a token that requests have waited for
+    load_pace: Pace = field(init=False)  # of a block, from host memory
+    fill_pace: Pace = field(init=False)  # of a block, from the file to host memory
+    token_pace: Pace = field(init=False)  # of a token, by either or both
     _copying: dict[int, _Storing | _Saving | _Filling | _Loading] = field(default_factory=dict)
     _unsaved: OrderedDict[bytes, None] = field(default_factory=OrderedDict)  # in host memory, and not in the file
     _ready: list[Request] = field(default_factory=list)
@@ -122,6 +135,9 @@ class Offload:
     _number: int = FIRST_NUMBER
 
     def __post_init__(self) -> None:
+        self.load_pace, self.fill_pace, self.token_pace = (Pace(self.clock) for _ in range(3))
+        if self.slots.total:
+            self.kv.pool.follow_unstored()
         self._changes += [CacheChange(each.group, each.digest, False, True) for each in self.files.contents()]
 
     @property
@@ -137,7 +153,7 @@ class Offload:
     @property
     def busy(self) -> bool:
         """Whether `tick` must be called."""
-        return bool(self._copying or self._ready or self._can_save or self._next())
+        return bool(self._copying or self._ready or self._can_save or self._to_store)
 
     @property
     def has_ready(self) -> bool:
@@ -148,7 +164,7 @@ class Offload:
         """Stores what is evicted next; returns the requests to queue now."""
         under_way = {type(each) for each in self._copying.values()}
         if _Storing not in under_way:
-            self._store(self._next())
+            self._store()
         if _Saving not in under_way and self._can_save:
             self._save()
         ready, self._ready = self._ready, []
@@ -163,10 +179,11 @@ class Offload:
         blocks, entries = self._longest(request, have, most)
         if blocks - have < self.limits.min_blocks:
             return False
-        filed = sum(entry.slot is None for entry in entries)
+        filed = sum(entry.in_file_alone for entry in entries)
         local_seconds = ((blocks - have) * kv.block_size + queued) * seconds_per_token
         copies = len(entries) * self.load_pace.seconds + filed * self.fill_pace.seconds
-        if 0 < local_seconds <= copies:
+        waits = self.limits.steps * (1 + bool(filed)) * self.step_seconds() if copies else 0.0
+        if 0 < local_seconds <= copies + waits:
             return False
         waiting = _Waiting(request, self.clock())
         if filed:
@@ -191,6 +208,7 @@ class Offload:
             return
         copy.missing.discard(report.rank)
         copy.failed = copy.failed or not report.good
+        copy.seconds = max(copy.seconds, report.seconds)
         if copy.missing:
             return
         del self._copying[report.fetch]
@@ -206,7 +224,8 @@ class Offload:
 
     def changes(self, changes: list[CacheChange]) -> list[CacheChange]:
         """What the pool's changes and those of host memory and the file mean together, in order."""
-        own, self._changes = self._changes, []
+        most = self.limits.changes
+        own, self._changes = self._changes[:most], self._changes[most:]
         own = [change for change in own if not self.kv.pool.has(change.digest)]
         return [
             change if change.stored else change._replace(offloaded=self._has(change.digest))
@@ -216,20 +235,25 @@ class Offload:
     def held(self) -> list[int]:
         """Blocks that loads hold."""
         loads = [each for each in self._copying.values() if isinstance(each, _Loading)]
-        return [block for each in loads for block in (*each.held.held(), *(entry[3] for entry in each.entries))]
+        return [
+            block
+            for each in loads
+            for block in (*each.held.held(), *each.shared, *(entry[3] for entry in each.entries))
+        ]
 
     # -- internal ---------------------------------------------------------------------------------------------
 
-    def _next(self) -> list[tuple[int, Content]]:
-        """Blocks to store: those that are evicted next, while few are free."""
+    @property
+    def _to_store(self) -> int:
+        """Cached blocks that should be in host memory now: what is evicted next, while few are free."""
         pool = self.kv.pool
-        if not self.slots.total or self.clock() < self._rest_until:
-            return []
+        if not pool.unstored or self.clock() < self._rest_until:
+            return 0
         limits = self.limits
         steps = limits.ahead_steps * self.kv.blocks_for(self.step_tokens)
         ahead = max(int(limits.ahead * pool.total), min(steps, int(limits.most_ahead * pool.total)))
-        count = min(ahead - pool.free, self.slots.total, limits.batch)
-        return [each for each in pool.oldest(max(0, count)) if each[1].digest not in self.slots]
+        stored = pool.cached - pool.unstored
+        return max(0, min(ahead - pool.free - stored, self.slots.total, limits.batch))
 
     @property
     def _can_save(self) -> bool:
@@ -260,9 +284,11 @@ class Offload:
         """A content is not where it was."""
         self._changes.append(CacheChange(content.group, content.digest, False))
 
-    def _store(self, oldest: Sequence[tuple[int, Content]]) -> None:
+    def _store(self) -> None:
         entries = []
-        for block, content in oldest:
+        for block, content in self.kv.pool.take_unstored(self._to_store):
+            if content.digest in self.slots:
+                continue
             slot = self._take_slot()
             if slot is None:
                 break
@@ -290,7 +316,7 @@ class Offload:
 
     def _save(self) -> None:
         entries: list[tuple[int, int, Content]] = []
-        while self._unsaved and len(entries) < self.limits.batch:
+        while self._unsaved and len(entries) < self.limits.saves:
             taken = self.files.take()
             if taken is None:
                 break
@@ -325,7 +351,7 @@ class Offload:
         assert waiting.request is not None
         chain = waiting.request.chain
         for entry in found:
-            if entry.slot is not None:
+            if not entry.in_file_alone:
                 continue
             taken = self._take_slot()
             if taken is None:
@@ -337,7 +363,7 @@ class Offload:
             for slot in pinned:
                 self.slots.unpin(slot)
             return False
-        number = self._begin(_Filling(waiting, pinned, entries, set(range(self.ranks)), self.clock()))
+        number = self._begin(_Filling(waiting, pinned, entries, set(range(self.ranks))))
         self.orders.append(Fill(number, _file_blocks(entries)))
         return True
 
@@ -355,7 +381,8 @@ class Offload:
             self.slots.unpin(slot)
         if not filling.failed:
             self.counters.filled += len(filling.entries)
-            self.fill_pace.add(self.clock() - filling.began, len(filling.entries))
+            self.fill_pace.add(filling.seconds, len(filling.entries))
+            filling.waiting.seconds += filling.seconds
         request = filling.waiting.request
         if request is None:
             return
@@ -372,43 +399,56 @@ class Offload:
         if len(found) + int(kv.pool.total * self.limits.watermark) > kv.pool.available:
             kv.release(held)
             return False
-        fresh = kv.pool.allocate(len(found))
-        filled = [(each.group, each.index, each.slot or 0, block) for each, block in zip(found, fresh, strict=True)]
+        shared = [each.block for each in found if each.block is not None]
+        for block in shared:
+            kv.pool.acquire(block)
+        absent = [each for each in found if each.block is None]
+        if len(absent) > kv.pool.available:
+            kv.pool.release(shared)
+            kv.release(held)
+            return False
+        fresh = kv.pool.allocate(len(absent))
+        filled = [(each.group, each.index, each.slot or 0, block) for each, block in zip(absent, fresh, strict=True)]
         for _, _, slot, _ in filled:
             self.slots.pin(slot)
-        number = self._begin(_Loading(waiting, held, filled, set(range(self.ranks)), self.clock()))
+        number = self._begin(_Loading(waiting, held, shared, filled, set(range(self.ranks))))
         self.orders.append(Load(number, self._by_group(filled, 2), self._by_group(filled, 3)))
         return True
 
     def _longest(self, request: Request, have: int, most: int, *, in_file: bool = True) -> tuple[int, list[_Found]]:
-        """Blocks of the longest prefix that is in the pool and here, and those of it that are to be loaded."""
-        kv, chain = self.kv, request.chain
-        for blocks in range(self._reach(request, have, most), have, -1):
-            entries: list[_Found] = []
-            for group, (start, stop) in enumerate(wanted_blocks(kv.windows, kv.block_size, have, blocks)):
-                for index in range(start, stop):
-                    digest, tokens = chain.digests[group][index], chain.packed[index]
-                    slot = self.slots.find(digest, tokens)
-                    place = self.files.find(digest, tokens) if in_file else None
-                    if slot is None and place is None:
-                        break
-                    entries.append(_Found(group, index, slot, place or 0))
-                else:
-                    continue
-                break
-            else:
-                return blocks, entries
-        return have, []
+        """Blocks of the longest prefix that is in the pool and here, and those of it that are not in the pool's prefix.
 
-    def _reach(self, request: Request, have: int, most: int) -> int:
-        """Blocks of the longest prefix, as far as groups without a window decide."""
-        chain, reach = request.chain, most
-        for group, window in enumerate(self.kv.windows):
-            index = have
-            while not window and index < reach and self._has(chain.digests[group][index]):
-                index += 1
-            reach = reach if window else index
-        return reach
+        The longest one of groups without a window, then shorter ones until those with a window have what its next
+        query sees. Each block is looked up once.
+        """
+        kv, chain = self.kv, request.chain
+        known: dict[tuple[int, int], _Found | None] = {}
+
+        def find(group: int, index: int) -> _Found | None:
+            key = group, index
+            if key not in known:
+                digest, tokens = chain.digests[group][index], chain.packed[index]
+                block = kv.pool.find(digest, tokens) if kv.windows[group] else None
+                slot = self.slots.find(digest, tokens) if block is None else None
+                place = self.files.find(digest, tokens) if block is None and in_file else None
+                missing = block is None and slot is None and place is None
+                known[key] = None if missing else _Found(group, index, slot, place or 0, block)
+            return known[key]
+
+        blocks = most
+        for group, window in enumerate(kv.windows):
+            reach = have
+            while not window and reach < blocks and find(group, reach) is not None:
+                reach += 1
+            blocks = blocks if window else reach
+        while blocks > have:
+            spans = wanted_blocks(kv.windows, kv.block_size, have, blocks)
+            wanted = [(group, index) for group, span in enumerate(spans) for index in range(*span)]
+            missing = [index for group, index in wanted if kv.windows[group] and find(group, index) is None]
+            if not missing:
+                return blocks, [found for key in wanted if (found := find(*key)) is not None]
+            blocks = min(missing)  # every shorter prefix that is longer than this needs it, too
+        return have, []
 
     def _loaded(self, loading: _Loading) -> None:
         kv, request = self.kv, loading.waiting.request
@@ -416,14 +456,13 @@ class Offload:
             if request is not None and not loading.failed:
                 kv.publish_blocks(request.chain, group, index, [block])
             self.slots.unpin(slot)
-        kv.pool.release([entry[3] for entry in loading.entries])
+        kv.pool.release([*loading.shared, *(entry[3] for entry in loading.entries)])
         kv.release(loading.held)
-        now = self.clock()
         self.counters.loaded += len(loading.entries)
-        self.counters.load_seconds += now - loading.waiting.since
-        self.load_pace.add(now - loading.began, len(loading.entries))
+        self.counters.load_seconds += self.clock() - loading.waiting.since
+        self.load_pace.add(loading.seconds, len(loading.entries))
         blocks = len({entry[1] for entry in loading.entries})
-        self.token_pace.add(now - loading.waiting.since, blocks * kv.block_size)
+        self.token_pace.add(loading.waiting.seconds + loading.seconds, blocks * kv.block_size)
         if request is not None:
             self._ready.append(request)
 

@@ -1,8 +1,9 @@
 """Slots of host memory and places in a file, by the KV blocks that they have; and how long copies take. Pure."""
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from headrace_worker.core.kv.blocks import Content
 
@@ -80,15 +81,24 @@ class Slots:
 
 
 OLDER = 0.8  # weight of earlier times beside the newest one
+PACE_SECONDS = 60.0  # then it is measured again
 
 
 @dataclass(slots=True)
 class Pace:
-    """Seconds for each of some blocks or tokens, as measured; 0 = not yet."""
+    """Seconds that copying takes for each of some blocks or tokens, as measured."""
 
-    seconds: float = 0.0
+    clock: Callable[[], float]
+    _seconds: float = 0.0
+    _at: float = -inf
+
+    @property
+    def seconds(self) -> float:
+        """0 = not known, or too long ago."""
+        return self._seconds if self.clock() - self._at < PACE_SECONDS else 0.0
 
     def add(self, seconds: float, count: int) -> None:
         """It took so long for that many, at least one."""
-        older = OLDER if self.seconds else 0.0
-        self.seconds = older * self.seconds + (1 - older) * seconds / count
+        known = self.seconds
+        older = OLDER if known else 0.0
+        self._seconds, self._at = older * known + (1 - older) * seconds / count, self.clock()
