@@ -292,6 +292,7 @@ class PrefixIndex:
     """
 
     def __init__(self, max_blocks: int) -> None:
+        self._max_blocks = max_blocks
         self._table = DigestTable(max_blocks)
         self._sets = HolderSets()
         self.reuse = ReuseShare()
@@ -384,13 +385,24 @@ class PrefixIndex:
     def count(self, digests: Digests, lengths: Lengths) -> Lengths:
         """By slot: how many of so many leading blocks of a prompt each replica has, [slots]. lengths: by slot."""
         counts = np.zeros(self._slots, np.int64)
-        if lengths.any():
-            count, runs = self._runs(digests)
-            stops = [start for start, _ in runs[1:]] + [count]
-            for (start, code), stop in zip(runs, stops, strict=True):
-                slots = members(self._held_bits(self._sets.mask(code) & self._open)) // 2
-                counts[slots] += np.clip(lengths[slots], start, stop) - start
+        if not lengths.any():
+            return counts
+        count, runs = self._runs(digests)
+        having = 0
+        for start, code in runs:
+            mask = self._held_bits(self._sets.mask(code) & self._open)
+            for sign, changed in ((1, having & ~mask), (-1, mask & ~having)):  # most sets are those of the run before
+                slots = members(changed) // 2
+                counts[slots] += sign * np.minimum(lengths[slots], start)
+            having = mask
+        slots = members(having) // 2
+        counts[slots] += np.minimum(lengths[slots], count)
         return counts
+
+    @property
+    def crowded(self) -> bool:
+        """Whether the rest is for blocks that are in caches."""
+        return 2 * self._table.count > self._max_blocks
 
     def holders(self, digests: Digests, slots: Lengths, *, held: bool = False) -> NDArray[np.bool_]:
         """Whether each of these slots' replicas has each of these blocks, [blocks, slots]."""

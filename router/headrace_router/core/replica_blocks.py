@@ -74,9 +74,14 @@ class PromptBlocks:
         return most * self.block_size
 
     def offloaded_tokens(self, index: PrefixIndex, cached: Lengths) -> Lengths:
-        """By slot of offloaded blocks: of that many cached tokens, how many are not in the cache itself, [slots]."""
+        """By slot of offloaded blocks: of that many cached tokens, how many are not in the cache itself, [slots].
+
+        Groups with a window are not counted: few of their blocks are loaded, and those are loaded beside the others.
+        """
         most = np.zeros(index.slots, np.int64)
         for group in self.groups:
+            if group.window:
+                continue
             most = np.maximum(most, index.count(group.digests, cached // self.block_size))
         return most * self.block_size
 
@@ -341,6 +346,9 @@ class ReplicaBlocks:
         self.held += self._store(digests, expected=False)
 
     def _add_offloaded(self, digests: Digests) -> None:
+        if self._index.crowded:
+            self._remove(digests, followed=True)
+            return
         self._add(digests)
         if self.offloaded_slot is None:
             self.offloaded_slot = self._index.open()

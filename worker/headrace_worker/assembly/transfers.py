@@ -20,6 +20,7 @@ from headrace_worker.core.transfer.orders import TransferReport
 from headrace_worker.core.transfer.shards import RankShard
 from headrace_worker.core.transfer.slots import Slots
 from headrace_worker.kv_transfer.agent import KvAgent, TransfersUnavailableError
+from headrace_worker.kv_transfer.offload_file import OffloadFile
 from headrace_worker.kv_transfer.transfer_worker import HostMemory, TransferWorker
 from headrace_worker.model.attention import LayerCache
 from headrace_worker.model.kv_shards import kv_shards
@@ -87,7 +88,14 @@ def open_transfers(
         memory = HostMemory(_with_memory(mine, agent, host), parts, file)
     worker = TransferWorker(rank, shards, agent, model.device, report, check, memory)
     note = f"KV blocks move by NIXL ({transport_of(config)})."
-    return Transfers(worker, note, Slots(file.places, file.contents()) if file is not None else Slots(0))
+    return Transfers(worker, note, _places(file, rank))
+
+
+def _places(file: OffloadFile | None, rank: int) -> Slots:
+    """With what rank 0's file has: each rank compares its own records when it reads."""
+    if file is None:
+        return Slots(0)
+    return Slots(file.places, file.contents() if rank == 0 else ())
 
 
 def transport_of(config: ReplicaConfig) -> str:

@@ -12,6 +12,7 @@ import errno
 import fcntl
 import os
 import struct
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
@@ -57,7 +58,6 @@ class OffloadFile:
         except OSError:
             self.close()
             raise
-        self._written = max((number for number, _, _ in self._records()), default=0)
 
     @classmethod
     def open(cls, folder: str, name: str, first: int, places: int, block_bytes: int, block_size: int) -> Self:
@@ -99,8 +99,7 @@ class OffloadFile:
             if written != sum(len(view) for view in views):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             start += written
-        self._written += 1  # of two threads' blocks, either may be the older one
-        body = struct.pack("<QI16s16s", self._written, block.group, block.digest, _checksum(parts)) + block.tokens
+        body = struct.pack("<QI16s16s", time.time_ns(), block.group, block.digest, _checksum(parts)) + block.tokens
         os.pwrite(self._index, blake3(body).digest(_SUM) + body, block.place * self._record_bytes)
 
     def read(self, block: FileBlock, parts: Sequence[memoryview]) -> bool:

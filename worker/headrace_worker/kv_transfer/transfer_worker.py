@@ -124,7 +124,8 @@ class _Filing:
     """Blocks that go to the rank's file or come from it."""
 
     fetch: int
-    blocks: list[Future[bool]]
+    parts: list[Future[bool]]
+    began: float
 
 
 class TransferWorker:
@@ -163,7 +164,8 @@ class TransferWorker:
         self._announcing: list[_Announcing] = []
         self._reading: list[_Reading] = []
         self._filing: list[_Filing] = []
-        self._file_threads = ThreadPoolExecutor(FILE_THREADS, "headrace-offload")
+        self._saving = ThreadPoolExecutor(1, "headrace-save")
+        self._filling = ThreadPoolExecutor(FILE_THREADS, "headrace-fill")  # of its own: requests wait for it
         self._ended: list[tuple[int, int]] = []  # fetches whose last reads are under way
         self._notices: dict[int, set[tuple[str, Notice]]] = {}  # by fetch
         self._thread = threading.Thread(target=self._run, name="headrace-transfers", daemon=True)
@@ -216,7 +218,8 @@ class TransferWorker:
                     reading.failed = True
             elif not stopping:
                 self._take(*entry)
-        self._file_threads.shutdown(cancel_futures=True)
+        for threads in (self._saving, self._filling):
+            threads.shutdown(cancel_futures=True)
         if self._host.file is not None:
             self._host.file.close()
         self._agent.close()
@@ -238,9 +241,11 @@ class TransferWorker:
                 left = {(route, place) for route, each in enumerate(slices) for place in range(len(each))}
                 self._reading.append(_Reading(order, (number, order.fetch), launched, left))
             case Save(fetch, blocks):
-                self._filing.append(_Filing(fetch, [self._file_threads.submit(self._save, each) for each in blocks]))
+                self._filing.append(_Filing(fetch, [self._saving.submit(self._save, blocks)], time.monotonic()))
             case Fill(fetch, blocks):
-                self._filing.append(_Filing(fetch, [self._file_threads.submit(self._fill, each) for each in blocks]))
+                parts = [blocks[first::FILE_THREADS] for first in range(FILE_THREADS)]
+                futures = [self._filling.submit(self._fill, part) for part in parts]
+                self._filing.append(_Filing(fetch, futures, time.monotonic()))
             case End(peer, fetch):
                 self._served.discard((peer, fetch))
                 self._announcing = [
@@ -271,9 +276,10 @@ class TransferWorker:
             del self._notices[next(iter(self._notices))]
         self._announcing = [each for each in self._announcing if self._announce(each)]
         self._reading = [each for each in self._reading if self._read(each)]
-        for filing in [each for each in self._filing if all(block.done() for block in each.blocks)]:
+        for filing in [each for each in self._filing if all(part.done() for part in each.parts)]:
             self._filing.remove(filing)
-            self._report(ChunkRead(self._rank, filing.fetch, 0, all(block.result() for block in filing.blocks)))
+            good, seconds = all(part.result() for part in filing.parts), time.monotonic() - filing.began
+            self._report(ChunkRead(self._rank, filing.fetch, 0, good, 0, seconds))
         for key in [key for key in self._ended if all(each.key != key for each in self._reading)]:
             self._ended.remove(key)
             self._notices.pop(key[1], None)
@@ -361,19 +367,20 @@ class TransferWorker:
         each.num_bytes += reading.num_bytes
         each.under_way.append(reading)
 
-    def _save(self, block: FileBlock) -> bool:
+    def _save(self, blocks: Sequence[FileBlock]) -> bool:
         assert self._host.file is not None
         try:
-            self._host.file.write(block, self._host.parts(block.group, block.slot))
+            for block in blocks:
+                self._host.file.write(block, self._host.parts(block.group, block.slot))
         except OSError as error:
             log.warning("kv_file_not_written", rank=self._rank, error=error.strerror)
             return False
         return True
 
-    def _fill(self, block: FileBlock) -> bool:
+    def _fill(self, blocks: Sequence[FileBlock]) -> bool:
         assert self._host.file is not None
         try:
-            return self._host.file.read(block, self._host.parts(block.group, block.slot))
+            return all(self._host.file.read(block, self._host.parts(block.group, block.slot)) for block in blocks)
         except OSError as error:
             log.warning("kv_file_not_read", rank=self._rank, error=error.strerror)
             return False

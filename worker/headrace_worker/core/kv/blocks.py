@@ -113,7 +113,7 @@ class BlockPool:
 
     def take_unstored(self, count: int) -> list[tuple[int, Content]]:
         """The next ones of these to be evicted, in that order, and their contents: until each is released again."""
-        taken = []
+        taken: list[tuple[int, Content]] = []
         while self._unstored and len(taken) < count:
             block, _ = self._unstored.popitem(last=False)
             content = self._contents[block]
