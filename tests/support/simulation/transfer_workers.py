@@ -14,6 +14,7 @@ from headrace_worker.core.transfer.orders import (
     Connect,
     Disconnect,
     End,
+    Erase,
     FetchOver,
     FileBlock,
     Fill,
@@ -122,6 +123,9 @@ class SimTransferWorker:
                 self._copy(order)
             case Save(fetch, blocks) | Fill(fetch, blocks):
                 self._file(fetch, blocks, saves=isinstance(order, Save))
+            case Erase(places):
+                for place in places:
+                    self._disk.pop(place, None)
             case End(peer, fetch):
                 self._announcing = [each for each in self._announcing if (each[0].peer, each[0].fetch) != (peer, fetch)]
                 if self.peers[peer].reads:
@@ -191,10 +195,10 @@ class SimTransferWorker:
             self.world.at(self.world.delay() / 4, lambda pair=pair: leave(*pair), self.owner)  # type: ignore[misc]
 
     def _file(self, fetch: int, blocks: tuple[FileBlock, ...], *, saves: bool) -> None:
-        good, left = True, len(blocks)
+        bad, left = [], len(blocks)
 
         def do(block: FileBlock) -> None:
-            nonlocal good, left
+            nonlocal left
             left -= 1
             content, fails = Content(block.group, block.digest, block.tokens), self.world.chance(0.01)
             if saves and not fails:
@@ -202,9 +206,9 @@ class SimTransferWorker:
             elif not fails and block.place in self._disk and self._disk[block.place][0] == content:
                 self._host[block.group, block.slot] = dict(self._disk[block.place][1])
             else:
-                good = False
+                bad.append(block.place)
             if not left:
-                self._report(ChunkRead(self.shadow.number, fetch, 0, good))
+                self._report(ChunkRead(self.shadow.number, fetch, 0, not bad, 0, 0.001, tuple(bad)))
 
         for block in blocks:
             self.world.at(self.world.delay(), lambda block=block: do(block), self.owner)  # type: ignore[misc]

@@ -9,7 +9,7 @@ import pytest
 from headrace_worker.core.kv.blocks import CacheChange
 from headrace_worker.core.plan import StepPlan
 from headrace_worker.core.request import Finish, Request
-from headrace_worker.core.transfer.orders import ChunkRead, Fill, Load, Save, Store
+from headrace_worker.core.transfer.orders import ChunkRead, Erase, Fill, Load, Save, Store
 from headrace_worker.core.transfer.slots import Slots
 from support.worker.engine_bench import make_bench
 
@@ -26,6 +26,7 @@ class Host:
         self.disk = {} if disk is None else disk
         self.pending: list[Load | Store | Save | Fill] = []
         self.good = self.disk_good = True
+        self.hangs = False  # the disk
         self.seconds = 0.0  # that each copy takes
         self.changes: list[CacheChange] = []
         self.emitted: dict[bytes, list[int]] = {}
@@ -33,22 +34,26 @@ class Host:
 
     def _launched(self, plan: StepPlan) -> None:
         self.pending += [order for order in plan.orders if isinstance(order, Load | Store | Save | Fill)]
+        for order in plan.orders:
+            for place in order.places if isinstance(order, Erase) else ():
+                self.disk.pop(place, None)
 
     def step(self) -> None:
         for output in self.bench.engine.step():
             self.emitted.setdefault(output.attempt_id, []).extend(output.token_ids)
         exchange = self.bench.engine.exchange
         self.bench.scheduler.check(exchange.held())
-        while self.pending and (self.random is None or self.random.random() < 0.5):
+        while self.pending and (self.random is None or self.random.random() < 0.5) and not self.hangs:
             order = self.pending.pop(0)
-            good = self._copy(order) if isinstance(order, Load | Store) else self._file(order)
+            bad: list[int] = []
+            good = self._copy(order) if isinstance(order, Load | Store) else self._file(order, bad)
             self.bench.clock.now += self.seconds
-            exchange.handle_report(ChunkRead(0, order.fetch, 0, good, 0, self.seconds))
+            exchange.handle_report(ChunkRead(0, order.fetch, 0, good, 0, self.seconds, tuple(bad)))
             self.bench.scheduler.check(exchange.held())
         self.changes += self.bench.engine.take_cache_changes()
         self.bench.clock.now += 0.01
 
-    def _file(self, order: Save | Fill) -> bool:
+    def _file(self, order: Save | Fill, bad: list[int]) -> bool:
         for block in order.blocks:
             content = block.group, block.digest, block.tokens
             if isinstance(order, Save):
@@ -56,10 +61,10 @@ class Host:
                 continue
             found, values = self.disk[block.place]
             if found != content:
-                return False
+                bad.append(block.place)
             for offset, value in enumerate(values):
                 self.memory[block.group, block.slot, offset] = value
-        return self.disk_good
+        return self.disk_good and not bad
 
     def _copy(self, order: Load | Store) -> bool:
         slots = self.bench.runner.slots
@@ -243,6 +248,60 @@ def test_what_cannot_be_read_from_disk_is_computed_and_forgotten(make_host: Call
     host.disk_good = False
     again = host.bench.request(prompt(1), 4)
     assert host.run(again)[again.attempt_id] == wanted and again.cached_tokens == 0
+    check_changes(host)
+
+
+def test_one_damaged_block_of_a_file_costs_what_follows_it_alone(make_host: Callable[..., Host]) -> None:
+    host = make_host(files=Slots(1000), host_slots=12)
+    first = host.bench.request(prompt(1), 4)
+    wanted = host.run(first)[first.attempt_id]
+    for seed in range(2, 9):
+        host.run(host.bench.request(prompt(seed)))
+    files = host.bench.engine.exchange.offload.files
+    place = files.at(first.chain.digests[0][6])[0]
+    host.disk[place] = ("other", [])
+    again = host.bench.request(prompt(1), 4)
+    assert host.run(again)[again.attempt_id] == wanted and again.cached_tokens == 24
+    assert all(digest in files for digest in first.chain.digests[0][:6])
+    check_changes(host)
+
+
+def test_a_disk_that_hangs_costs_a_request_a_limited_time(make_host: Callable[..., Host]) -> None:
+    host = make_host(files=Slots(1000), host_slots=6)
+    first = host.bench.request(prompt(1), 4)
+    wanted = host.run(first)[first.attempt_id]
+    for seed in range(2, 9):
+        host.run(host.bench.request(prompt(seed)))
+    host.hangs = True
+    again = host.bench.request(prompt(1), 4)
+    assert host.bench.engine.submit(again) is None
+    for _ in range(400):
+        host.step()
+    assert host.emitted[again.attempt_id] == wanted and host.bench.clock.now < 10
+    host.hangs = False
+    host.run()
+    check_changes(host)
+
+
+@pytest.mark.parametrize("places", [0, 1000])
+def test_what_is_in_doubt_is_not_loaded_again(make_host: Callable[..., Host], places: int) -> None:
+    """A request whose output is not finite: what it started from leaves host memory and the file, too."""
+    host = make_host(files=Slots(places))
+    first = host.bench.request(prompt(1), 4)
+    host.run(first)
+    for seed in range(2, 9):
+        host.run(host.bench.request(prompt(seed)))
+    again = host.bench.request(prompt(1), 4)
+    assert host.bench.engine.submit(again) is None
+    while again.table is None:
+        host.step()
+    offload = host.bench.engine.exchange.offload
+    assert again.cached_tokens == 40 and offload.slots.find(first.chain.digests[0][0], first.chain.packed[0])
+    host.bench.kv.forget(again.table, again.chain)
+    host.bench.engine.cancel(again.attempt_id)
+    host.run()
+    assert not any(digest in offload.slots or digest in offload.files for digest in first.chain.digests[0][:10])
+    assert not {entry[0][1] for entry in host.disk.values()} & set(first.chain.digests[0][:10])
     check_changes(host)
 
 

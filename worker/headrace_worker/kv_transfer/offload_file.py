@@ -112,6 +112,10 @@ class OffloadFile:
             start += os.preadv(self._blocks, views, start)
         return _checksum(parts) == record[3]
 
+    def erase(self, place: int) -> None:
+        """The place holds nothing. Raises OSError."""
+        os.pwrite(self._index, bytes(self._record_bytes), place * self._record_bytes)
+
     def close(self) -> None:
         """Another process may use it then."""
         for file in (self._index, self._blocks):

@@ -14,7 +14,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 import structlog
@@ -26,6 +26,7 @@ from headrace_worker.core.transfer.orders import (
     Connect,
     Disconnect,
     End,
+    Erase,
     FetchOver,
     FileBlock,
     Fill,
@@ -48,6 +49,7 @@ POLL_SECONDS = 5e-5
 FILE_POLL_SECONDS = 5e-4  # while its file alone is used
 SELF = 0  # of a peer: this rank
 FILE_THREADS = 2
+FILE_SECONDS = 3.0  # that the end waits for a block that is being read or written
 MAX_ENDED = 1024  # fetches of which notices may still arrive
 _NOTICE = struct.Struct("<QII")  # fetch, chunk, slice
 
@@ -124,7 +126,7 @@ class _Filing:
     """Blocks that go to the rank's file or come from it."""
 
     fetch: int
-    parts: list[Future[bool]]
+    parts: list[Future[list[int]]]  # places that were not written, or do not hold what they should
     began: float
 
 
@@ -219,7 +221,8 @@ class TransferWorker:
             elif not stopping:
                 self._take(*entry)
         for threads in (self._saving, self._filling):
-            threads.shutdown(cancel_futures=True)
+            threads.shutdown(wait=False, cancel_futures=True)
+        wait([part for filing in self._filing for part in filing.parts], FILE_SECONDS)
         if self._host.file is not None:
             self._host.file.close()
         self._agent.close()
@@ -242,6 +245,8 @@ class TransferWorker:
                 self._reading.append(_Reading(order, (number, order.fetch), launched, left))
             case Save(fetch, blocks):
                 self._filing.append(_Filing(fetch, [self._saving.submit(self._save, blocks)], time.monotonic()))
+            case Erase(places):
+                self._saving.submit(self._erase, places)
             case Fill(fetch, blocks):
                 parts = [blocks[first::FILE_THREADS] for first in range(FILE_THREADS)]
                 futures = [self._filling.submit(self._fill, part) for part in parts]
@@ -278,8 +283,8 @@ class TransferWorker:
         self._reading = [each for each in self._reading if self._read(each)]
         for filing in [each for each in self._filing if all(part.done() for part in each.parts)]:
             self._filing.remove(filing)
-            good, seconds = all(part.result() for part in filing.parts), time.monotonic() - filing.began
-            self._report(ChunkRead(self._rank, filing.fetch, 0, good, 0, seconds))
+            bad, seconds = [place for part in filing.parts for place in part.result()], time.monotonic() - filing.began
+            self._report(ChunkRead(self._rank, filing.fetch, 0, not bad, 0, seconds, tuple(bad)))
         for key in [key for key in self._ended if all(each.key != key for each in self._reading)]:
             self._ended.remove(key)
             self._notices.pop(key[1], None)
@@ -367,23 +372,36 @@ class TransferWorker:
         each.num_bytes += reading.num_bytes
         each.under_way.append(reading)
 
-    def _save(self, blocks: Sequence[FileBlock]) -> bool:
+    def _save(self, blocks: Sequence[FileBlock]) -> list[int]:
         assert self._host.file is not None
         try:
             for block in blocks:
                 self._host.file.write(block, self._host.parts(block.group, block.slot))
         except OSError as error:
             log.warning("kv_file_not_written", rank=self._rank, error=error.strerror)
-            return False
-        return True
+            return [block.place for block in blocks]
+        return []
 
-    def _fill(self, blocks: Sequence[FileBlock]) -> bool:
+    def _fill(self, blocks: Sequence[FileBlock]) -> list[int]:
+        assert self._host.file is not None
+        bad = []
+        for block in blocks:
+            try:
+                good = self._host.file.read(block, self._host.parts(block.group, block.slot))
+            except OSError as error:
+                log.warning("kv_file_not_read", rank=self._rank, error=error.strerror)
+                good = False
+            if not good:
+                bad.append(block.place)
+        return bad
+
+    def _erase(self, places: Sequence[int]) -> None:
         assert self._host.file is not None
         try:
-            return all(self._host.file.read(block, self._host.parts(block.group, block.slot)) for block in blocks)
+            for place in places:
+                self._host.file.erase(place)
         except OSError as error:
-            log.warning("kv_file_not_read", rank=self._rank, error=error.strerror)
-            return False
+            log.warning("kv_file_not_written", rank=self._rank, error=error.strerror)
 
     def _peer(self, number: int) -> _Peer:
         return self._self if number == SELF else self._peers[number]

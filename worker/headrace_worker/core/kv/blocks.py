@@ -44,6 +44,7 @@ class BlockPool:
         self._free = list(range(num_blocks - 1, 0, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._unstored: OrderedDict[int, None] | None = None  # of `_cached`: not taken by `take_unstored` yet
+        self._forgotten: list[Content] = []  # with `follow_unstored`
         self._quarantined: set[int] = set()
         self._by_digest: dict[bytes, int] = {}
         self._changes: list[CacheChange] = []
@@ -111,6 +112,22 @@ class BlockPool:
         """Cached blocks that are not taken yet."""
         return len(self._unstored or ())
 
+    def untake(self, block: int) -> None:
+        """A cached block that was taken was not stored."""
+        if self._unstored is not None and block in self._cached:
+            self._unstored[block] = None
+            self._unstored.move_to_end(block, last=False)
+
+    @property
+    def has_forgotten(self) -> bool:
+        """Whether `take_forgotten` would return any."""
+        return bool(self._forgotten)
+
+    def take_forgotten(self) -> list[Content]:
+        """Contents that were forgotten since the last call: they are not used again."""
+        forgotten, self._forgotten = self._forgotten, []
+        return forgotten
+
     def take_unstored(self, count: int) -> list[tuple[int, Content]]:
         """The next ones of these to be evicted, in that order, and their contents: until each is released again."""
         taken: list[tuple[int, Content]] = []
@@ -164,6 +181,9 @@ class BlockPool:
 
     def forget(self, block: int) -> None:
         """Removes the content of a referenced block from the index; requests that share the block continue with it."""
+        content = self._contents[block]
+        if content is not None and self._unstored is not None:
+            self._forgotten.append(content)
         self._remove_content(block)
 
     def release(self, blocks: Iterable[int]) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from headrace_worker.core.kv.blocks import CacheChange, Content
 from headrace_worker.core.kv.manager import BlockTable, KVManager
 from headrace_worker.core.request import Request
-from headrace_worker.core.transfer.orders import ChunkRead, FileBlock, Fill, Load, Order, Save, Store
+from headrace_worker.core.transfer.orders import ChunkRead, Erase, FileBlock, Fill, Load, Order, Save, Store
 from headrace_worker.core.transfer.shards import wanted_blocks
 from headrace_worker.core.transfer.slots import Pace, Slots
 
@@ -31,6 +31,8 @@ class OffloadLimits:
     batch: int = 1024  # blocks of one order
     saves: int = 128  # blocks of one order that writes to the file
     steps: int = 2  # that an order and its reports wait for
+    least_seconds: float = 2.0  # that a load may take; and so many times what computing its tokens would take
+    slowdown: float = 4.0
     changes: int = 4096  # that are told to routers at once
     min_blocks: int = 2  # fewer are computed
     watermark: float = 0.05  # share of the pool that loads leave to running requests
@@ -72,6 +74,7 @@ class _Filling:
     missing: set[int]
     failed: bool = False
     seconds: float = 0.0
+    bad: set[int] = field(default_factory=set)  # places
 
 
 @dataclass(slots=True)
@@ -91,6 +94,7 @@ class _Waiting:
 
     request: Request | None  # None: it has ended
     since: float
+    limit: float  # seconds; then it is queued without what is missing
     seconds: float = 0.0  # of its copies
 
 
@@ -153,7 +157,7 @@ class Offload:
     @property
     def busy(self) -> bool:
         """Whether `tick` must be called."""
-        return bool(self._copying or self._ready or self._can_save or self._to_store)
+        return bool(self._copying or self._ready or self._can_save or self._to_store or self.kv.pool.has_forgotten)
 
     @property
     def has_ready(self) -> bool:
@@ -162,6 +166,13 @@ class Offload:
 
     def tick(self) -> list[Request]:
         """Stores what is evicted next; returns the requests to queue now."""
+        for content in self.kv.pool.take_forgotten():
+            self._drop(content)
+        now = self.clock()
+        for waiting in self._requests():
+            if waiting.request is not None and now - waiting.since > waiting.limit:  # its copies go on
+                self._ready.append(waiting.request)
+                waiting.request = None
         under_way = {type(each) for each in self._copying.values()}
         if _Storing not in under_way:
             self._store()
@@ -185,7 +196,8 @@ class Offload:
         waits = self.limits.steps * (1 + bool(filed)) * self.step_seconds() if copies else 0.0
         if 0 < local_seconds <= copies + waits:
             return False
-        waiting = _Waiting(request, self.clock())
+        limit = max(self.limits.least_seconds, self.limits.slowdown * local_seconds)
+        waiting = _Waiting(request, self.clock(), limit)
         if filed:
             return self._fill(waiting, entries)
         return self._load(waiting, entries)
@@ -209,6 +221,8 @@ class Offload:
         copy.missing.discard(report.rank)
         copy.failed = copy.failed or not report.good
         copy.seconds = max(copy.seconds, report.seconds)
+        if isinstance(copy, _Filling):
+            copy.bad.update(report.bad)
         if copy.missing:
             return
         del self._copying[report.fetch]
@@ -284,6 +298,15 @@ class Offload:
         """A content is not where it was."""
         self._changes.append(CacheChange(content.group, content.digest, False))
 
+    def _drop(self, content: Content) -> None:
+        """A content is in doubt: it is not loaded again."""
+        self._unsaved.pop(content.digest, None)
+        self.slots.drop(content.digest)
+        if content.digest in self.files:
+            self.orders.append(Erase((self.files.at(content.digest)[0],)))
+            self.files.drop(content.digest)
+        self._left(content)
+
     def _store(self) -> None:
         entries = []
         for block, content in self.kv.pool.take_unstored(self._to_store):
@@ -291,8 +314,9 @@ class Offload:
                 continue
             slot = self._take_slot()
             if slot is None:
-                break
-            entries.append((block, slot, content))
+                self.kv.pool.untake(block)
+            else:
+                entries.append((block, slot, content))
         if entries:
             number = self._begin(_Storing(entries, set(range(self.ranks))))
             filled = [(content.group, slot, block) for block, slot, content in entries]
@@ -307,6 +331,8 @@ class Offload:
                 self.counters.stored += 1
             else:
                 self.slots.give_back(slot)
+                if self.kv.pool.still_has(block, content):
+                    self.kv.pool.untake(block)
             self.slots.unpin(slot)
 
     def _put(self, slot: int, content: Content) -> None:
@@ -334,8 +360,10 @@ class Offload:
         if saving.failed:
             self._saves_rest_until = self.clock() + self.limits.rest
         for slot, place, content in saving.entries:
-            if saving.failed:
+            if saving.failed or content.digest not in self.slots:  # it was dropped meanwhile
                 self.files.give_back(place)
+                if content.digest in self.slots:
+                    self._unsaved[content.digest] = None
             else:
                 self.files.put(place, content)
                 self.counters.saved += 1
@@ -372,7 +400,7 @@ class Offload:
             self.slots.unpin(slot)
         for slot, place, content in filling.entries:
             self.files.unpin(place)
-            if filling.failed:  # what a rank cannot read, or has damaged: computed and saved again when it is needed
+            if filling.failed and (not filling.bad or place in filling.bad):  # computed, and saved, when it is needed
                 self.files.drop(content.digest)
                 self.slots.give_back(slot)
                 self._left(content)

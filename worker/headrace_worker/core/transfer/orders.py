@@ -91,7 +91,13 @@ class Fill(Struct, frozen=True, tag="fill"):
     blocks: tuple[FileBlock, ...]
 
 
-Order = Connect | Disconnect | Announce | Read | End | Load | Store | Save | Fill
+class Erase(Struct, frozen=True, tag="erase"):
+    """The places of this rank's file hold nothing, also for the replica's next process. Not reported."""
+
+    places: tuple[int, ...]
+
+
+Order = Connect | Disconnect | Announce | Read | End | Load | Store | Save | Fill | Erase
 
 
 class ChunkRead(Struct, frozen=True, tag="read"):
@@ -106,6 +112,7 @@ class ChunkRead(Struct, frozen=True, tag="read"):
     good: bool
     num_bytes: int = 0
     seconds: float = 0.0
+    bad: tuple[int, ...] = ()  # of a Fill: places that do not hold what they should
 
 
 class FetchOver(Struct, frozen=True, tag="over"):

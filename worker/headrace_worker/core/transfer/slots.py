@@ -18,6 +18,7 @@ class Slots:
         filled = {slot for slot, _ in self._by_digest.values()}
         self._free = [slot for slot in range(slots, 0, -1) if slot not in filled]
         self._pins: dict[int, int] = {}
+        self._dropped: set[int] = set()  # which are free once they are not pinned
 
     def __len__(self) -> int:
         return len(self._by_digest)
@@ -66,9 +67,13 @@ class Slots:
         self._free.append(slot)
 
     def drop(self, digest: bytes) -> None:
-        """The slot with this content cannot be read."""
+        """The slot with this content is free, once it is not pinned."""
         found = self._by_digest.pop(digest, None)
-        if found is not None:
+        if found is None:
+            return
+        if found[0] in self._pins:
+            self._dropped.add(found[0])
+        else:
             self._free.append(found[0])
 
     def pin(self, slot: int) -> None:
@@ -78,6 +83,9 @@ class Slots:
         self._pins[slot] -= 1
         if not self._pins[slot]:
             del self._pins[slot]
+            if slot in self._dropped:
+                self._dropped.remove(slot)
+                self._free.append(slot)
 
 
 OLDER = 0.8  # weight of earlier times beside the newest one
