@@ -108,6 +108,15 @@ def check_changes(host: Host) -> None:
     assert offloaded == (digests(offload.slots) | digests(offload.files)) - cached
 
 
+def evicted(host: Host) -> tuple[Request, list[int]]:
+    """The first prompt's request and its tokens, after other prompts have taken its place in the cache."""
+    first = host.bench.request(prompt(1), 4)
+    wanted = host.run(first)[first.attempt_id]
+    for seed in range(2, 9):
+        host.run(host.bench.request(prompt(seed)))
+    return first, wanted
+
+
 @pytest.fixture
 def make_host() -> Callable[..., Host]:
     def make(random: Random | None = None, disk: dict[int, Any] | None = None, **options: Any) -> Host:
@@ -197,10 +206,7 @@ def test_a_long_prompt_is_looked_up_in_linear_time(make_host: Callable[..., Host
 
 def test_a_copy_that_fails_costs_time_only(make_host: Callable[..., Host]) -> None:
     host = make_host()
-    first = host.bench.request(prompt(1), 4)
-    wanted = host.run(first)[first.attempt_id]
-    for seed in range(2, 9):
-        host.run(host.bench.request(prompt(seed)))
+    _, wanted = evicted(host)
     host.good = False
     again = host.bench.request(prompt(1), 4)
     assert host.run(again)[again.attempt_id] == wanted and again.cached_tokens < 40
@@ -230,10 +236,7 @@ def test_what_is_on_disk_survives_a_restart(make_host: Callable[..., Host], wind
 
 def test_a_prompt_that_is_longer_than_host_memory_comes_back_from_disk_in_part(make_host: Callable[..., Host]) -> None:
     host = make_host(files=Slots(1000), host_slots=6)
-    first = host.bench.request(prompt(1), 4)
-    wanted = host.run(first)[first.attempt_id]
-    for seed in range(2, 9):
-        host.run(host.bench.request(prompt(seed)))
+    _, wanted = evicted(host)
     again = host.bench.request(prompt(1), 4)
     assert host.run(again)[again.attempt_id] == wanted and 8 <= again.cached_tokens < 40
     check_changes(host)
@@ -241,10 +244,7 @@ def test_a_prompt_that_is_longer_than_host_memory_comes_back_from_disk_in_part(m
 
 def test_what_cannot_be_read_from_disk_is_computed_and_forgotten(make_host: Callable[..., Host]) -> None:
     host = make_host(files=Slots(1000), host_slots=6)
-    first = host.bench.request(prompt(1), 4)
-    wanted = host.run(first)[first.attempt_id]
-    for seed in range(2, 9):
-        host.run(host.bench.request(prompt(seed)))
+    _, wanted = evicted(host)
     host.disk_good = False
     again = host.bench.request(prompt(1), 4)
     assert host.run(again)[again.attempt_id] == wanted and again.cached_tokens == 0
@@ -253,10 +253,7 @@ def test_what_cannot_be_read_from_disk_is_computed_and_forgotten(make_host: Call
 
 def test_one_damaged_block_of_a_file_costs_what_follows_it_alone(make_host: Callable[..., Host]) -> None:
     host = make_host(files=Slots(1000), host_slots=12)
-    first = host.bench.request(prompt(1), 4)
-    wanted = host.run(first)[first.attempt_id]
-    for seed in range(2, 9):
-        host.run(host.bench.request(prompt(seed)))
+    first, wanted = evicted(host)
     files = host.bench.engine.exchange.offload.files
     place = files.at(first.chain.digests[0][6])[0]
     host.disk[place] = ("other", [])
@@ -268,10 +265,7 @@ def test_one_damaged_block_of_a_file_costs_what_follows_it_alone(make_host: Call
 
 def test_a_disk_that_hangs_costs_a_request_a_limited_time(make_host: Callable[..., Host]) -> None:
     host = make_host(files=Slots(1000), host_slots=6)
-    first = host.bench.request(prompt(1), 4)
-    wanted = host.run(first)[first.attempt_id]
-    for seed in range(2, 9):
-        host.run(host.bench.request(prompt(seed)))
+    _, wanted = evicted(host)
     host.hangs = True
     again = host.bench.request(prompt(1), 4)
     assert host.bench.engine.submit(again) is None
@@ -287,10 +281,7 @@ def test_a_disk_that_hangs_costs_a_request_a_limited_time(make_host: Callable[..
 def test_what_is_in_doubt_is_not_loaded_again(make_host: Callable[..., Host], places: int) -> None:
     """A request whose output is not finite: what it started from leaves host memory and the file, too."""
     host = make_host(files=Slots(places))
-    first = host.bench.request(prompt(1), 4)
-    host.run(first)
-    for seed in range(2, 9):
-        host.run(host.bench.request(prompt(seed)))
+    first, _ = evicted(host)
     again = host.bench.request(prompt(1), 4)
     assert host.bench.engine.submit(again) is None
     while again.table is None:

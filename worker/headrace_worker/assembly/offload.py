@@ -52,20 +52,20 @@ def open_file(
 
     block_bytes: of this rank. Raises OffloadFolderError.
     """
-    if config.kv_offload_dir is None or not config.kv_offload_memory:
+    folder = config.kv_offload_dir
+    if folder is None or not config.kv_offload_memory:
         return None
     rank = team.topology.rank if team is not None else 0
     of_model = msgspec.msgpack.encode((config.model, revision, rank, shards))
     name = blake3(of_model).hexdigest(8)
     places = (config.kv_offload_dir_size or SIZES * config.kv_offload_memory) // block_bytes
+
+    def open_at(first: int) -> OffloadFile:
+        return OffloadFile.open(folder, name, first, places, block_bytes, config.block_size)
+
     if team is None:
-        return OffloadFile.open(config.kv_offload_dir, name, 0, places, block_bytes, config.block_size)
+        return open_at(0)
     places = min(team.gather_all(places))
-    file, first = None, 0
-    if rank == 0:
-        file = OffloadFile.open(config.kv_offload_dir, name, 0, places, block_bytes, config.block_size)
-        first = file.number
-    first = team.gather_all(first)[0]  # the other ranks' blocks are found under the same hashes, or count as absent
-    if file is None:
-        file = OffloadFile.open(config.kv_offload_dir, name, first, places, block_bytes, config.block_size)
-    return file
+    file = open_at(0) if rank == 0 else None
+    first = team.gather_all(file.number if file is not None else 0)[0]  # of rank 0's file
+    return file or open_at(first)  # a file with another number lacks rank 0's blocks: they count as absent

@@ -44,7 +44,7 @@ class LoadSnapshot:
     fetches: FetchCounters
     grants: int
     offload: OffloadCounters
-    load_token: float  # seconds of waiting for a token that was offloaded; 0 = not known yet
+    load_token: float  # seconds to copy the keys and values of an offloaded token; 0 = not known
     source_speeds: list[SourceSpeed]
     block_size: int  # tokens
 

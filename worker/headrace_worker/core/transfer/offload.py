@@ -81,7 +81,7 @@ class _Filling:
 class _Loading:
     waiting: "_Waiting"
     held: BlockTable
-    shared: list[int]  # blocks of the prompt that are in the pool behind the others
+    shared: list[int]  # blocks of the pool that have contents of the prompt behind `held`
     entries: list[tuple[int, int, int, int]]  # cache group, index in the prompt, slot, block
     missing: set[int]
     failed: bool = False
@@ -100,13 +100,13 @@ class _Waiting:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A block of a prompt that is not in the pool."""
+    """A block of a prompt behind the pool's prefix of it, and where its content is."""
 
     group: int
     index: int  # in the prompt
-    slot: int | None = None
-    place: int = 0
-    block: int | None = None  # it is in the pool
+    block: int | None  # of the pool
+    slot: int | None  # of host memory
+    place: int  # in the file; 0 = not there
 
     @property
     def in_file_alone(self) -> bool:
@@ -424,14 +424,11 @@ class Offload:
         kv, request = self.kv, waiting.request
         assert request is not None
         held = kv.new_table(kv.lookup(request.chain, len(request.tokens) - 1))
-        if len(found) + int(kv.pool.total * self.limits.watermark) > kv.pool.available:
-            kv.release(held)
-            return False
         shared = [each.block for each in found if each.block is not None]
         for block in shared:
             kv.pool.acquire(block)
         absent = [each for each in found if each.block is None]
-        if len(absent) > kv.pool.available:
+        if not absent or len(absent) + int(kv.pool.total * self.limits.watermark) > kv.pool.available:
             kv.pool.release(shared)
             kv.release(held)
             return False
@@ -456,11 +453,11 @@ class Offload:
             key = group, index
             if key not in known:
                 digest, tokens = chain.digests[group][index], chain.packed[index]
-                block = kv.pool.find(digest, tokens) if kv.windows[group] else None
+                block = kv.pool.find(digest, tokens)
                 slot = self.slots.find(digest, tokens) if block is None else None
                 place = self.files.find(digest, tokens) if block is None and in_file else None
                 missing = block is None and slot is None and place is None
-                known[key] = None if missing else _Found(group, index, slot, place or 0, block)
+                known[key] = None if missing else _Found(group, index, block, slot, place or 0)
             return known[key]
 
         blocks = most
