@@ -126,6 +126,7 @@ def test_a_router_that_leaves_fails_no_request_while_another_one_serves(
 ) -> None:
     """It gives up its share of the port, serves what comes on open connections, and ends these one by one."""
     slow, fresh = {"max_tokens": 200}, httpx.Limits(max_keepalive_connections=0)
+    kept_open = httpx.Limits(keepalive_expiry=None)  # httpx's own 5 seconds can pass before the test is at the stream
     pair = start(shutdown_seconds=60.0, token_seconds=0.1), start()
     url = f"http://127.0.0.1:{pair[0].http_port}/v1/completions"
 
@@ -134,7 +135,7 @@ def test_a_router_that_leaves_fails_no_request_while_another_one_serves(
         found: list[httpx.Client] = []
         while len(found) < count:
             before, own = sum(map(_answered, pair)), _answered(leaving)
-            client = httpx.Client(headers=KEY, trust_env=False, timeout=60)
+            client = httpx.Client(headers=KEY, trust_env=False, timeout=60, limits=kept_open)
             assert client.post(url, json=BODY).status_code == 200
             while sum(map(_answered, pair)) == before:  # it counts an answer after the client has it
                 time.sleep(0.01)
