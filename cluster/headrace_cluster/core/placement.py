@@ -139,7 +139,8 @@ def _advice(needs: Sequence[MemoryNeed], excess: int) -> str:
     if fits > 0:
         flag = "--replicas" if model.prefill is None else "--prefill and --decode, together"
         return f"use {flag} {fits} or less"
-    return "use a smaller model, a smaller --kv-cache-memory, --dtype bfloat16, or a machine with more memory"
+    memory = "--kv-offload-memory" if model.kv_offload_memory else "--kv-cache-memory"
+    return f"use a smaller model, a smaller {memory}, --dtype bfloat16, or a machine with more memory"
 
 
 def threads_per_rank(cores: Mapping[str, float], placed: Iterable[str], ranks: int) -> int:

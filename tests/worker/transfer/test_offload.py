@@ -215,22 +215,24 @@ def test_a_copy_that_fails_costs_time_only(make_host: Callable[..., Host]) -> No
 
 @pytest.mark.parametrize("windows", [(0,), (0, 8), (8,)])
 def test_what_is_on_disk_survives_a_restart(make_host: Callable[..., Host], windows: tuple[int, ...]) -> None:
+    """Also the beginning that all prompts have, which is never evicted."""
+    beginning = prompt(0, 9)
     options = {"windows": windows, "num_blocks": 81 * len(windows)}
     host = make_host(files=Slots(1000), **options)
-    first = host.bench.request(prompt(1), 4)
+    first = host.bench.request(beginning + prompt(1, 32), 4)
     wanted = host.run(first)[first.attempt_id]
     for seed in range(2, 20):
-        host.run(host.bench.request(prompt(seed), 4))
+        host.run(host.bench.request(beginning + prompt(seed, 32), 4))
     check_changes(host)
     kept = host.bench.engine.exchange.offload.files
     assert host.bench.engine.load().offload.saved == len(kept) == len(host.disk) > 0
 
     contents = [(place, content) for content in kept.contents() for place in [kept.at(content.digest)[0]]]
     later = make_host(files=Slots(1000, contents), disk=host.disk, **options)
-    again = later.bench.request(prompt(1), 4)
+    again = later.bench.request(beginning + prompt(1, 32), 4)
     assert later.run(again)[again.attempt_id] == wanted and again.cached_tokens == 40
     counters = later.bench.engine.load().offload
-    assert counters.filled >= 2 and counters.loaded == counters.filled and counters.stored == 0
+    assert counters.filled >= 2 and counters.loaded == counters.filled
     check_changes(later)
 
 

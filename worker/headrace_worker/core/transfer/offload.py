@@ -267,7 +267,11 @@ class Offload:
         steps = limits.ahead_steps * self.kv.blocks_for(self.step_tokens)
         ahead = max(int(limits.ahead * pool.total), min(steps, int(limits.most_ahead * pool.total)))
         stored = pool.cached - pool.unstored
-        return max(0, min(ahead - pool.free - stored, self.slots.total, limits.batch))
+        wanted = ahead - pool.free - stored
+        if self.files.total and not pool.used and not self._unsaved:
+            # Nothing runs: what is never evicted, such as a system prompt, is in the file after a restart, too.
+            wanted = max(wanted, min(pool.unstored, limits.saves))
+        return max(0, min(wanted, self.slots.total, limits.batch))
 
     @property
     def _can_save(self) -> bool:
