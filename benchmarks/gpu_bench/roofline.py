@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What this device reaches: bytes read and written per second by a copy, operations per second by a product."""
+    """What this device reaches: bytes read and written per second, operations per second."""
 
     bytes_s: float
     flop_s: float
@@ -101,9 +101,11 @@ def _measure(device: str) -> Ceilings:
     copied = 2 * source.nbytes / _fastest(lambda: target.copy_(source), on_gpu)
     read = source.nbytes / _fastest(lambda: source.max(), on_gpu)  # as weights are; memory may be faster without writes
     side, dtype = (8192, torch.bfloat16) if on_gpu else (512, torch.float32)
+    row, weight = torch.randn(1, side, device=device, dtype=dtype), source.view(dtype).view(-1, side)
+    multiplied = weight.nbytes / _fastest(lambda: row @ weight.t(), on_gpu)
     a, b = torch.randn(2, side, side, device=device, dtype=dtype)
     product = _fastest(lambda: a @ b, on_gpu)
-    return Ceilings(max(copied, read), 2 * side**3 / product)
+    return Ceilings(max(copied, read, multiplied), 2 * side**3 / product)
 
 
 def _fastest(run: Callable[[], object], on_gpu: bool) -> float:

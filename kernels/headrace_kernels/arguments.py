@@ -8,7 +8,7 @@ on the device, and its kernels do not check them.
 import torch
 from torch import Tensor
 
-from headrace_kernels.meta import AttentionMeta, StateMeta
+from headrace_kernels.meta import AttentionMeta, DrawOptions, StateMeta
 
 
 class KernelArgumentError(ValueError):
@@ -97,11 +97,14 @@ def check_scores(op: str, scores: Tensor) -> None:
         raise _refusal(op, scores)
 
 
-def check_keys(op: str, keys: Tensor, columns: Tensor | None = None) -> None:
-    """keys [R] int64, columns [R, N]."""
-    fits = keys.dim() == 1 and keys.dtype is torch.int64
-    if not fits or (columns is not None and (columns.dim() != 2 or columns.shape[0] != keys.shape[0])):
-        raise _refusal(op, keys, *(() if columns is None else (columns,)))
+def check_draw(logits: Tensor, rows: Tensor, positions: Tensor, options: DrawOptions) -> None:
+    """logits [R, V], rows, positions [R] int64, options by row number."""
+    integers = (rows, positions, options.integers)
+    fits = logits.dim() == 2 and logits.shape[1] > 0 and rows.shape == positions.shape == logits.shape[:1]
+    fits = fits and options.numbers.dtype is torch.float32 and {part.dtype for part in integers} == {torch.int64}
+    fits = fits and options.numbers.shape[1:] == (3,) and options.integers.shape[1:] == (2,)
+    if not fits or not (options.numbers.is_contiguous() and options.integers.is_contiguous()):
+        raise _refusal("draw", logits, rows, positions, options.numbers, options.integers)
 
 
 def check_ssd(

@@ -10,13 +10,14 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
 import torch
 
 from headrace_kernels import catalog, ops
 from headrace_kernels.gpu import availability
-from headrace_kernels.meta import AttentionMeta, StateMeta
+from headrace_kernels.meta import AttentionMeta, DrawOptions, StateMeta
 from headrace_kernels.packed import Codes, Form, PackedWeight, pack_codes, pack_dense
 from headrace_kernels.registry import Op
 
@@ -144,8 +145,10 @@ def rows() -> None:
         pool = torch.zeros(2, 16, KV_HEADS, 16, HEAD_DIM)
         _compare(count, catalog.ROPE_WRITE_KV, query, key, key, cos, cos, pool, torch.arange(count))
     for count in (1, 32):
-        scores, keys = torch.randn(count, VOCAB) * 3, torch.arange(count)
-        _compare(count, catalog.GUMBEL_ARGMAX, scores, keys)
+        scores, numbers = torch.randn(count, VOCAB) * 3, torch.arange(count)
+        for top_p in (1.0, 0.95):
+            options = DrawOptions(torch.tensor([[1.0, top_p, -inf]]), torch.zeros(1, 2, dtype=torch.int64))
+            _compare(count, catalog.DRAW, scores, torch.zeros_like(numbers), numbers, options)
         _compare(count, catalog.ROW_LOGSUMEXP, scores)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headrace_kernels.cpu import library
 from headrace_kernels.gpu import availability
-from headrace_kernels.meta import AttentionMeta, StateMeta
+from headrace_kernels.meta import AttentionMeta, DrawOptions, StateMeta
 from headrace_kernels.packed import PackedWeight
 from headrace_kernels.registry import Backend, Op
 
@@ -88,7 +88,6 @@ GELU_MUL: Op[Callable[[Tensor], Tensor]] = _op("elementwise", "gelu_mul", fast=(
 SIGMOID: Op[Callable[[Tensor], Tensor]] = _op("elementwise", "sigmoid", fast=("cpu",))
 SOFTPLUS: Op[Callable[[Tensor], Tensor]] = _op("elementwise", "softplus", fast=("cpu",))
 ROW_LOGSUMEXP: Op[Callable[[Tensor], Tensor]] = _op("softmax", "row_logsumexp")
-ROW_MAX: Op[Callable[[Tensor], tuple[Tensor, Tensor]]] = _op("softmax", "row_max", fast=("cpu",))
 PACKED_ROWS: Op[Callable[[PackedWeight, Tensor], Tensor]] = _op("packed", "packed_rows", fast=("cpu",))
 PACKED_MATMUL: Op[Callable[[Tensor, PackedWeight, Tensor | None, bool], Tensor]] = _op(
     "packed", "packed_matmul", fast=("cpu",)
@@ -104,8 +103,7 @@ SELECTIVE_SCAN: Op[Callable[..., Tensor]] = _op("scans", "selective_scan", fast=
 GATED_RMS_NORM: Op[Callable[[Tensor, Tensor, Tensor, float, int | None, bool], Tensor]] = _op(
     "scans", "gated_rms_norm", fast=("cpu",)
 )
-GUMBEL_NOISE_AT: Op[Callable[[Tensor, Tensor], Tensor]] = _op("noise", "gumbel_noise_at")
-GUMBEL_ARGMAX: Op[Callable[[Tensor, Tensor], Tensor]] = _op("noise", "gumbel_argmax")
+DRAW: Op[Callable[[Tensor, Tensor, Tensor, DrawOptions], tuple[Tensor, Tensor]]] = _op("draw", "draw")
 
 ALL: tuple[Op[Any], ...] = tuple(value for value in list(globals().values()) if isinstance(value, Op))
 

@@ -107,8 +107,6 @@ class GpuBenchmark:
             yield from self._op(count, "rope_write_kv", 2 * heads.nbytes, query, key, value, cos, cos, pool, slots)
         for count in (2,) if self._small else (1, 32, 256):
             scores = torch.randn(count, VOCAB, device=self._device) * 3
-            keys = torch.arange(count, device=self._device)
-            yield from self._op(count, "gumbel_argmax", scores.nbytes, scores, keys)
             yield from self._op(count, "row_logsumexp", scores.nbytes, scores)
 
     def products(self) -> Iterator[Timing]:
@@ -128,6 +126,10 @@ class GpuBenchmark:
                 yield Timing(
                     case, "deterministic", self._layers([partial(layer, x) for layer in invariant]), moved, flop
                 )
+
+    def seconds(self, run: Callable[..., object], *arguments: Any) -> float:
+        """Of one call, on the device alone."""
+        return self._layers([partial(run, *arguments)] * 16)
 
     def _op(self, count: int, name: str, size: int, *arguments: Any) -> Iterator[Timing]:
         op = next(op for op in catalog.ALL if op.name == name)

@@ -1,4 +1,4 @@
-"""The sequences of one step, as input of attention and of layers with recurrent state.
+"""The sequences of one step, as input of attention and of layers with recurrent state; and sampling options.
 
 Legend of shape letters in this package: T tokens of the step, S sequences, H query heads, K key/value heads, D head
 size, B blocks of the pool, P positions per block, M entries of a block table, V vocabulary, R sampled rows.
@@ -38,3 +38,11 @@ class StateMeta:
     query_starts: Tensor  # [S + 1] int32
     reads: Tensor  # [S] int32, slot with the state before the first of the tokens
     writes: Tensor  # [S] int32, slot that gets the state after the last one; 0 = it is not kept
+
+
+@dataclass(frozen=True, slots=True)
+class DrawOptions:
+    """How the tokens of each row are sampled, by row number, on the device of the logits."""
+
+    numbers: Tensor  # [rows, 3] float32: temperature (0 = the argmax), top_p (1 = off), log(min_p) (-inf = off)
+    integers: Tensor  # [rows, 2] int64: noise key without the position, top_k (0 = off)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from headrace_kernels import catalog, kv_format
 from headrace_kernels.arguments import KernelArgumentError
-from headrace_kernels.meta import AttentionMeta, StateMeta
+from headrace_kernels.meta import AttentionMeta, DrawOptions, StateMeta
 from headrace_kernels.packed import PackedWeight
 
 
@@ -175,14 +175,6 @@ def row_logsumexp(scores: Tensor) -> Tensor:
     return catalog.ROW_LOGSUMEXP.best(scores)(scores)
 
 
-def row_max(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest of scores [R, V] per row, and an index of it [R] int64, the first on a CPU.
-
-    A row with NaN has NaN and any index.
-    """
-    return catalog.ROW_MAX.best(scores)(scores)
-
-
 def packed_matmul(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, bf16: bool = False) -> Tensor:
     """``x @ weight.T + bias``: x [..., in] float32, bias [out] or None -> [..., out].
 
@@ -203,14 +195,11 @@ def packed_rows(weight: PackedWeight, index: Tensor) -> Tensor:
     return catalog.PACKED_ROWS.best(weight.data)(weight, index)
 
 
-def gumbel_noise_at(keys: Tensor, ids: Tensor) -> Tensor:
-    """Gumbel noise [R, N] float32 from keys [R] int64 at vocabulary indices ids [R, N] int64.
+def draw(logits: Tensor, rows: Tensor, positions: Tensor, options: DrawOptions) -> tuple[Tensor, Tensor]:
+    """(tokens [R] int64, largest logits [R] float32): a token per row of logits [R, V], by the options of ``rows`` [R].
 
-    The same bits on any device and in any batch.
+    rows, positions: int64; positions are those of the tokens, and select their noise. Where the largest logit is not
+    finite, the row has NaN or inf, or only -inf, and its token is any. The same logits give the same tokens on any
+    device and in any batch. -inf is never chosen beside others.
     """
-    return catalog.GUMBEL_NOISE_AT.best(keys)(keys, ids)
-
-
-def gumbel_argmax(scores: Tensor, keys: Tensor) -> Tensor:
-    """argmax [R] int64 of scores [R, V] float32 + noise; -inf entries are never chosen."""
-    return catalog.GUMBEL_ARGMAX.best(scores)(scores, keys)
+    return catalog.DRAW.best(logits)(logits, rows, positions, options)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from headrace_kernels import AttentionMeta, catalog
+from headrace_kernels import AttentionMeta, DrawOptions, catalog
 from headrace_kernels.meta import StateMeta
 from headrace_kernels.packed import pack_dense
 
@@ -57,10 +57,10 @@ def _cases(dtype: torch.dtype) -> Iterator[tuple[Any, tuple[Any, ...], dict[str,
     yield catalog.CAUSAL_CONV, (_rows(dtype, 9, 200), taps, inputs, steps, weight, True), {}
     gates, states = torch.rand(9, 4), torch.randn(3, 4, 40, 40)
     yield catalog.DELTA_RULE, (heads[:, :2], heads[:, 2:4], heads[:, 4:], -gates, gates, states, steps), {}
-    yield catalog.ROW_MAX, (scores,), {}
     yield catalog.ROW_LOGSUMEXP, (scores,), {}
-    yield catalog.GUMBEL_NOISE_AT, (keys, torch.randint(2**20, (3, 7))), {}
-    yield catalog.GUMBEL_ARGMAX, (scores, keys), {}
+    sampling = DrawOptions(torch.tensor([[0.8, 0.9, -5.0]]), keys[:2].view(1, 2).contiguous())
+    first = torch.zeros(3, dtype=torch.int64)
+    yield catalog.DRAW, (scores, first, keys, sampling), {}
     for window, sinks in ((0, False), (20, True)):
         arguments, options = _attention(dtype, window, sinks)
         yield catalog.PAGED_ATTENTION, arguments, options

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from headrace_kernels import catalog
+from headrace_kernels import DrawOptions, catalog
 from headrace_kernels.arguments import KernelArgumentError
 from headrace_kernels.meta import StateMeta
 from support.kernels.attention_case import Case, make_attention_case
@@ -141,6 +141,7 @@ def test_shapes_that_do_not_fit_are_refused_by_attention(backend: str, change: C
 _HEADS, _TABLE = torch.zeros(3, 4, 16), torch.zeros(3, 8)
 _POOL, _SLOTS = torch.zeros(2, 3, 4, 8, 16), torch.zeros(3, dtype=torch.int64)
 _KEYS = torch.zeros(3, dtype=torch.int64)
+_SAMPLING = DrawOptions(torch.zeros(3, 3), torch.zeros(3, 2, dtype=torch.int64))
 _STATES = torch.zeros(2, 4, 16, 16)
 _SEQUENCE = StateMeta(*(torch.tensor(values, dtype=torch.int32) for values in ([0, 3], [0], [1])))
 UNFIT: list[tuple[Any, tuple[Any, ...]]] = [
@@ -157,8 +158,9 @@ UNFIT: list[tuple[Any, tuple[Any, ...]]] = [
     (catalog.SSD, (_HEADS, _TABLE[:, :4], torch.zeros(4), _HEADS[:, :3], _HEADS[:, :3], _STATES, _SEQUENCE)),
     (catalog.SSD, (_HEADS, _TABLE[:, :4], torch.zeros(4), _HEADS, _HEADS, _STATES.half(), _SEQUENCE)),
     (catalog.SELECTIVE_SCAN, (_TABLE, _TABLE, _TABLE.t(), _TABLE[:, :2], _TABLE[:, :2], _TABLE[None], _SEQUENCE)),
-    (catalog.GUMBEL_NOISE_AT, (_KEYS, torch.zeros(4, 2, dtype=torch.int64))),
-    (catalog.GUMBEL_ARGMAX, (_TABLE, _KEYS[:2])),
+    (catalog.DRAW, (_TABLE, _KEYS[:2], _KEYS, _SAMPLING)),
+    (catalog.DRAW, (_TABLE, _KEYS, _KEYS.int(), _SAMPLING)),
+    (catalog.DRAW, (_TABLE, _KEYS, _KEYS, DrawOptions(torch.zeros(3, 2), _SAMPLING.integers))),
 ]
 
 

@@ -39,13 +39,14 @@ build._FLAGS = tuple(flag for flag in build._FLAGS if flag != "-O3")  # that tak
 torch.set_num_threads(1)
 x = torch.randn(64, 576)
 torch.testing.assert_close(k.rms_norm(x, torch.ones(576), 1e-5), torch.nn.functional.rms_norm(x, (576,), eps=1e-5))
-scores, keys = torch.zeros(64, 50_000), torch.zeros(64, dtype=torch.long)
+scores, rows = torch.zeros(64, 50_000), torch.zeros(64, dtype=torch.long)
+options = k.DrawOptions(torch.tensor([[1.0, 1.0, -1e9]]), torch.zeros(1, 2, dtype=torch.long))
 threads = lambda: len(os.listdir("/proc/self/task"))
 before = threads()
-k.gumbel_argmax(scores, keys), k.silu_mul(torch.randn(512, 3072))
+k.draw(scores, rows, rows, options), k.silu_mul(torch.randn(512, 3072))
 alone = threads() == before
 torch.set_num_threads(2)
-k.gumbel_argmax(scores, keys)
+k.draw(scores, rows, rows, options)
 maps = {line.split()[-1] for line in open("/proc/self/maps")}
 print([path for path in maps if "omp" in os.path.basename(path) and ".so" in path], alone, threads() - before)
 print(k.describe()[0])

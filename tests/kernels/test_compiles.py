@@ -13,8 +13,7 @@ from headrace_kernels import catalog
 ROOT = Path(__file__).parents[2]
 SHARED_MEMORY = 227 << 10  # bytes that a program may have on sm_90
 KERNELS = {
-    "attend", "merge", "rms_norm", "silu_mul", "write_kv", "rope_write_kv", "row_logsumexp", "gumbel_noise_at",
-    "best_of_pieces", "best_of_row",
+    "attend", "merge", "rms_norm", "silu_mul", "write_kv", "rope_write_kv", "row_logsumexp", "draw_pieces", "decide",
 }  # fmt: skip
 
 
@@ -36,4 +35,6 @@ def test_for_an_h200(tmp_path: Path) -> None:
             assert fact["label"] == "exact" or fact["mma"] or fact["wgmma"], fact
         if fact["label"] == "noise" or (fact["label"] == "ordered"):
             assert not fact["fma"], "fixed bits allow no fused rounding"
+    instructions = {fact["kernel"]: fact["per_logit"] for fact in facts if fact["per_logit"]}
+    assert instructions["draw_pieces"] <= 36 and instructions["decide"] <= 31, instructions
     assert all(any(f["wgmma"] for f in facts if f["label"] == label) for label in ("prefill", "ordered"))

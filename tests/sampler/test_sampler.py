@@ -15,13 +15,12 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from headrace_kernels.reference.noise import gumbel_noise
+from headrace_kernels.reference.noise import absorb, gumbel_noise
 from headrace_worker.core.guide import NOTHING_ALLOWED
 from headrace_worker.core.plan import RowInit, RowSampling
 from headrace_worker.device.cpu import CpuDevice
-from headrace_worker.sampler import SampleOutput, Sampler, truncation
-from headrace_worker.sampler.noise_key import absorb, row_key
-from headrace_worker.sampler.truncation import Truncation, draw_truncated
+from headrace_worker.sampler import SampleBatch, SampleOutput, Sampler
+from headrace_worker.sampler.noise_key import row_key
 
 VOCAB = 300
 
@@ -41,8 +40,12 @@ class Bench:
         self.tokens[row, : len(known)] = torch.tensor(known)
         self.lengths[row] = len(known)
 
+    def batch(self, logits: torch.Tensor, rows: list[int], positions: list[int]) -> SampleBatch:
+        on_device = torch.tensor(rows), torch.tensor(positions)
+        return SampleBatch(CpuDevice(), logits.clone(), rows, positions, *on_device, self.tokens)
+
     def draw(self, logits: torch.Tensor, rows: list[int]) -> SampleOutput:
-        output = self.sampler.sample(logits.clone(), rows, [self.lengths[row] for row in rows], self.tokens)
+        output = self.sampler.sample(self.batch(logits, rows, [self.lengths[row] for row in rows]))
         for row, token in zip(rows, output.tokens.tolist(), strict=True):
             self.tokens[row, self.lengths[row]] = token
             self.lengths[row] += 1
@@ -60,7 +63,7 @@ def test_greedy_is_the_argmax() -> None:
     logits = logits_for(4)
     output = b.draw(logits, [0, 1, 2, 3])
     assert output.tokens.tolist() == logits.argmax(-1).tolist()
-    assert output.finite.all() and output.logprobs is None
+    assert output.peaks.isfinite().all() and output.logprobs is None
 
 
 def test_repetition_penalty_is_transformers() -> None:
@@ -192,7 +195,7 @@ def test_a_mask_and_allowed_tokens_both_hold_and_a_row_without_a_token_fails_alo
     b.start(2, [1], allowed_token_ids=(7, 8), min_tokens=1, stop_token_ids=(7,), bad_words=((8,),))
     b.start(3, [1], temperature=0.0)
     masks = {1: mask, 0: mask}
-    result = b.sampler.sample(logits.clone(), [0, 1, 2, 3], [1] * 4, b.tokens, masks).to_result(0)
+    result = b.sampler.sample(b.batch(logits, [0, 1, 2, 3], [1] * 4), masks).to_result(0)
     assert (result.tokens[0], result.tokens[3]) == (2, int(logits[3].argmax()))
     assert result.failed == {1: NOTHING_ALLOWED, 2: NOTHING_ALLOWED} and not result.not_finite
 
@@ -212,9 +215,8 @@ def test_a_mask_and_allowed_tokens_both_hold_and_a_row_without_a_token_fails_alo
     ],
 )
 def test_distribution_is_that_of_transformers_warpers(options: dict[str, Any]) -> None:
-    temperature = options.get("temperature", 1.0)
-    scaled = logits_for(1, seed=4, spread=2.0) / temperature
-    expected = scaled.clone()
+    logits = logits_for(1, seed=4, spread=2.0)
+    expected = logits / options.get("temperature", 1.0)
     if "min_p" in options:
         expected = MinPLogitsWarper(options["min_p"])(None, expected)
     if "top_k" in options:
@@ -224,18 +226,10 @@ def test_distribution_is_that_of_transformers_warpers(options: dict[str, Any]) -
     expected = expected.softmax(-1)[0].double()
 
     draws = 20_000
-    state = truncation.TruncationState(VOCAB)
-    top_k = options.get("top_k", 0)
-    drawn = draw_truncated(
-        scaled.expand(draws, -1),
-        absorb(torch.full((draws,), row_key(11, 0)), torch.arange(draws)),
-        Truncation(
-            torch.full((draws, 1), top_k if 0 < top_k < VOCAB else VOCAB),
-            torch.full((draws, 1), options.get("top_p", 1.0)),
-            torch.full((draws, 1), options.get("min_p", 0.0)).log(),
-        ),
-    )
-    assert state.rows == {}
+    b = Bench(VOCAB)
+    b.start(0, [1], seed=11, **options)
+    row_ids = torch.zeros(draws, dtype=torch.int64)
+    drawn, _ = b.sampler.draw(logits.expand(draws, -1).contiguous(), row_ids, torch.arange(draws))
     counts = torch.bincount(drawn, minlength=VOCAB).double()
     assert counts[expected == 0].sum() == 0
     _fits(counts, expected * draws)
@@ -248,7 +242,7 @@ def test_plain_sampling_follows_the_softmax() -> None:
     logits = logits_for(1, vocab)
     counts = torch.zeros(vocab, dtype=torch.double)
     for position in range(draws):
-        counts[b.sampler.sample(logits.clone(), [0], [position + 1], b.tokens).tokens] += 1
+        counts[b.sampler.sample(b.batch(logits, [0], [position + 1])).tokens] += 1
     _fits(counts, (logits / 1.7).softmax(-1)[0].double() * draws)
 
 
@@ -260,28 +254,6 @@ def _fits(counts: torch.Tensor, expected: torch.Tensor) -> None:
     assert statistic < cells + 5 * (2 * cells) ** 0.5 + 5
     rest = expected[~big].sum().item()
     assert abs(counts[~big].sum().item() - rest) < 5 * (rest + 1) ** 0.5
-
-
-@pytest.mark.parametrize("vocab", [VOCAB, 5000])
-def test_sampled_tokens_do_not_depend_on_the_number_of_candidates(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = 40
-    generator = torch.Generator().manual_seed(3)
-    scores = torch.randn(rows, vocab, generator=generator) * torch.rand(rows, 1, generator=generator) * 5
-    scores[7] = scores[7].round()  # many ties
-    scores[8] = 0.0
-    options = Truncation(
-        torch.randint(1, vocab + 1, (rows, 1), generator=generator),
-        torch.rand(rows, 1, generator=generator),
-        (torch.rand(rows, 1, generator=generator) * 0.2).log(),
-    )
-    options.top_k[::3] = vocab
-    options.log_min_p[::2] = float("-inf")
-    keys = torch.arange(rows) * 977
-    drawn = []
-    for first in (1, 8, 64, vocab):
-        monkeypatch.setattr(truncation, "FIRST_CANDIDATES", first)
-        drawn.append(draw_truncated(scores, keys, options).tolist())
-    assert drawn[0] == drawn[1] == drawn[2] == drawn[3]
 
 
 def test_seeds() -> None:
@@ -395,4 +367,4 @@ def test_minus_infinity_is_a_legal_logit() -> None:
     b.start(0, [1], temperature=1.0)
     b.start(1, [1], temperature=1.0, top_p=0.9, top_k=10)
     output = b.draw(logits, [0, 1])
-    assert output.tokens.tolist() == [17, 17] and output.finite.all()
+    assert output.tokens.tolist() == [17, 17] and output.peaks.isfinite().all()

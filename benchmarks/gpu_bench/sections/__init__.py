@@ -8,6 +8,7 @@ from gpu_bench.sections import (
     libraries,
     modes,
     nccl,
+    sampler,
     serving,
     trace,
     transfer,
@@ -16,5 +17,5 @@ from gpu_bench.sections import (
 
 SECTIONS: dict[str, Section] = {
     module.SECTION.name: module.SECTION
-    for module in (nccl, correctness, kernels, libraries, decode, trace, serving, ttft, transfer, modes)
+    for module in (nccl, correctness, kernels, sampler, libraries, decode, trace, serving, ttft, transfer, modes)
 }

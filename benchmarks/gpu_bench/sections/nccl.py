@@ -108,8 +108,14 @@ def recorded(recorder: Any, step: Callable[[], None]) -> Callable[[], None]:
     """The step's replay; the step itself where nothing is recorded."""
     if recorder is None:
         return step
-    recorder.warm_up(step)
-    replay: Callable[[], None] = recorder.record(step)
+
+    def without_outputs() -> tuple[()]:
+        step()
+        return ()
+
+    recorder.warm_up(without_outputs)
+    replay: Callable[[], None]
+    replay, _ = recorder.record(without_outputs)
     return replay
 
 

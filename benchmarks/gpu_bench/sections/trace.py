@@ -9,7 +9,8 @@ from typing import Any
 from gpu_bench.section import Figure, Section, SectionRun
 
 STEPS = 20
-BATCHES = (1, 32)
+BATCHES = (1, 32, 256)
+SMALL_BATCHES = (1, 8)
 WAIT_SECONDS = 60.0
 
 
@@ -20,7 +21,7 @@ def run(run: SectionRun) -> Iterator[Figure]:
     assert bench.profiler is not None
     bench.profiler.warm_up()
     context = 32 if run.small else 512
-    for batch in BATCHES:
+    for batch in SMALL_BATCHES if run.small else BATCHES:
         bench.run([(context, 8)] * batch)
         report, name = record(bench, batch, context), f"{run.model}-batch-{batch}.trace.json.gz"
         trace = Path(report.path)
@@ -60,4 +61,4 @@ def record(bench: Any, batch: int, context: int) -> Any:
     return found[0]
 
 
-SECTION = Section("trace", "20 steps of the profiler: the true gap", ("qwen3-0.6b", "llama-8b"), 140, run)
+SECTION = Section("trace", "20 steps of the profiler: the true gap", ("qwen3-0.6b", "llama-8b"), 200, run)

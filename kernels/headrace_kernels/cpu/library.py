@@ -39,9 +39,7 @@ _SIGNATURES = {
     "headrace_selective_scan": "ppipippipippippipppiiiii",
     "headrace_gated_rms_norm": "ppipipiiifii",
     "headrace_row_logsumexp": "ppiiii",
-    "headrace_row_max": "pppiiii",
-    "headrace_gumbel_noise_at": "pppii",
-    "headrace_gumbel_argmax": "ppipiii",
+    "headrace_draw": "pppippppiii",
     "headrace_exchange_sum": "ppiiiipip",
     "headrace_exchange_gather": "pppiiiipip",
 }

@@ -7,7 +7,7 @@ from headrace_kernels.arguments import check_scores
 from headrace_kernels.cpu.library import load
 from headrace_kernels.reference import softmax as reference
 
-_row_logsumexp, _row_max = load().headrace_row_logsumexp, load().headrace_row_max
+_row_logsumexp = load().headrace_row_logsumexp
 
 
 def row_logsumexp(scores: Tensor) -> Tensor:
@@ -20,17 +20,3 @@ def row_logsumexp(scores: Tensor) -> Tensor:
     out = torch.empty(rows)
     _row_logsumexp(out.data_ptr(), scores.data_ptr(), scores.stride(0), rows, size, torch.get_num_threads())
     return out
-
-
-def row_max(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """See ``headrace_kernels.ops.row_max``."""
-    check_scores("row_max", scores)
-    if scores.dtype is not torch.float32 or not scores.is_cpu:
-        return reference.row_max(scores)
-    scores = scores if scores.stride(1) == 1 else scores.contiguous()
-    rows, size = scores.shape
-    peaks, best = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
-    _row_max(
-        peaks.data_ptr(), best.data_ptr(), scores.data_ptr(), scores.stride(0), rows, size, torch.get_num_threads()
-    )
-    return peaks, best

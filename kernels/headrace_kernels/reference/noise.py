@@ -39,6 +39,11 @@ def finalize(x: Tensor) -> Tensor:
     return x ^ _shift_right(x, 31)
 
 
+def absorb(state: Tensor, word: Tensor) -> Tensor:
+    """Mix one more word into the state of a key; both int64, any shape."""
+    return finalize((state ^ word) + _signed(GOLDEN))
+
+
 def gumbel_noise(keys: Tensor, vocab: int) -> Tensor:
     """Noise [R, V] float32 of keys [R] int64."""
     return gumbel_noise_at(keys, torch.arange(vocab, device=keys.device).expand(len(keys), vocab))
@@ -53,11 +58,6 @@ def gumbel_noise_at(keys: Tensor, ids: Tensor) -> Tensor:
     mantissa, exponent = _split(1.0 - x)
     exponential = -_log(torch.where(near, -x, mantissa), exponent.masked_fill(near, 0.0))
     return -_log(*_split(exponential))
-
-
-def gumbel_argmax(scores: Tensor, keys: Tensor) -> Tensor:
-    """Index [R] int64 of the largest ``scores + noise``; scores [R, V] float32 may hold -inf."""
-    return (scores + gumbel_noise(keys, scores.shape[1])).argmax(-1)
 
 
 def _split(x: Tensor) -> tuple[Tensor, Tensor]:

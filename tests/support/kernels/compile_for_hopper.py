@@ -12,8 +12,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from headrace_kernels import AttentionMeta
-from headrace_kernels.gpu import attention, cache, elementwise, noise, softmax
+from headrace_kernels import AttentionMeta, DrawOptions
+from headrace_kernels.gpu import attention, cache, draw, elementwise, softmax
 
 TOKENS, HEADS, KV_HEADS, SIZE, HIDDEN = 64, 32, 8, 16, 4096
 facts: list[dict[str, object]] = []
@@ -33,6 +33,21 @@ class _Driver:
         return 0
 
 
+def _per_logit(kernel: str, compiled: Any) -> float | None:
+    """Instructions of a draw for each logit: up to the test of the noise's hash, or in the loop that sums masses."""
+    if kernel not in ("draw_pieces", "decide"):
+        return None
+    lines = compiled.asm["sass"].splitlines()
+    if kernel == "draw_pieces":
+        first = next(at for at, line in enumerate(lines) if "LDG.E.128" in line)
+        last = next(at for at, line in enumerate(lines[first:], first) if "MUFU.EX2" in line)
+        return (last - first) / (2048 / 128)
+    summed = next(at for at, line in enumerate(lines) if "F2I.S64" in line)
+    first = max(at for at in range(summed) if lines[at].startswith("LBB"))
+    last = next(at for at in range(summed, len(lines)) if "BRA" in lines[at])
+    return (last - first) / (8 * 512 / 256)
+
+
 def _compile(kernel: Any, grid: tuple[int, ...]) -> Any:
     def launch(*arguments: object, **options: object) -> None:
         compiled = kernel.run(*arguments, grid=grid, warmup=True, **options)
@@ -47,6 +62,7 @@ def _compile(kernel: Any, grid: tuple[int, ...]) -> Any:
                 "mma": "mma.sync" in ptx,
                 "cp_async": "cp.async" in ptx,
                 "fma": "fma.rn.f32" in ptx,
+                "per_logit": _per_logit(kernel.fn.__name__, compiled),
             }
         )
 
@@ -91,8 +107,8 @@ def _rest(dtype: torch.dtype) -> None:
         cache.rope_write_kv(query, key, value, cos, cos, pool, slots, scale)
     softmax.row_logsumexp(torch.zeros(TOKENS, 151936))
     label = "noise"
-    noise.gumbel_noise_at(slots, torch.zeros(TOKENS, 30, dtype=torch.int64))
-    noise.gumbel_argmax(torch.zeros(TOKENS, 151936), slots)
+    logits, options = torch.zeros(TOKENS, 151936, dtype=dtype), DrawOptions(torch.zeros(1, 3), slots[:2].view(1, 2))
+    draw.draw(logits, slots, slots, options)
 
 
 if __name__ == "__main__":

@@ -200,7 +200,7 @@ class ProcessReplica:
         self.device.use()
         self.team = join_team(self.config, self.device, 0, opened.rendezvous, opened)
         try:
-            assembly = assemble(self.config, team=self.team, device=self.device)
+            assembly = assemble(self.config, team=self.team, device=self.device, transfers=True)
             self.team.barrier()
         except Exception as error:
             self.team.detector.fail(str(error))

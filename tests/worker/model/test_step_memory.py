@@ -1,12 +1,13 @@
 """The memory of steps, recordings and libraries is measured before the KV cache gets the rest."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest.mock import Mock
 
 import pytest
+from torch import Tensor
 
 from headrace_proto.errors import MemoryTooSmallError
 from headrace_worker.assembly.assemble import assemble
@@ -59,13 +60,13 @@ class LiveRecorder(CallingRecorder):
             self.inputs += tensors.packed.nbytes
         return made
 
-    def record(self, step: Callable[[], None]) -> Callable[[], None]:
+    def record(self, step: Callable[[], Sequence[Tensor]]) -> tuple[Callable[[], None], Sequence[Tensor]]:
         def replay() -> None:
             """Nothing is replayed."""
 
         self._alive[replay] = self._sizes[min(len(self.replays), len(self._sizes) - 1)]
         self.replays.append(0)
-        return replay
+        return replay, self.warmed
 
 
 class MeteredDevice(RecordingDevice):
@@ -124,7 +125,7 @@ class FailingAt(CallingRecorder):
         super().__init__()
         self._number, self._error = number, error
 
-    def record(self, step: Callable[[], None]) -> Callable[[], None]:
+    def record(self, step: Callable[[], Sequence[Tensor]]) -> tuple[Callable[[], None], Sequence[Tensor]]:
         if len(self.replays) + 1 == self._number:
             raise self._error
         return super().record(step)

@@ -18,7 +18,6 @@ from torch import Tensor
 from headrace_worker.core.plan import RowSampling
 from headrace_worker.offline import OfflineEngine, Prompt
 from headrace_worker.runner.coverage import OPTIONS, cover
-from headrace_worker.sampler import truncation
 from support.worker.tiny_models import replica_config
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
@@ -26,21 +25,21 @@ pytest.importorskip("triton", reason="Triton is not installed: pip install trito
 import triton.language as tl
 
 from headrace_kernels import catalog
-from headrace_kernels.gpu import attention, cache, elementwise, noise, softmax
+from headrace_kernels.gpu import attention, cache, draw, elementwise, softmax
 from headrace_kernels.gpu.kernels import attention as attention_kernels
 from headrace_kernels.gpu.kernels import cache as cache_kernels
+from headrace_kernels.gpu.kernels import draw as draw_kernels
 from headrace_kernels.gpu.kernels import elementwise as elementwise_kernels
 from headrace_kernels.gpu.kernels import merge as merge_kernels
-from headrace_kernels.gpu.kernels import noise as noise_kernels
 from headrace_kernels.gpu.kernels import softmax as softmax_kernels
 
-LAUNCHERS = (attention, cache, elementwise, noise, softmax)
+LAUNCHERS = (attention, cache, draw, elementwise, softmax)
 KERNELS = {
     attention_kernels: ["attend"],
     merge_kernels: ["merge"],
     cache_kernels: ["write_kv", "rope_write_kv"],
     elementwise_kernels: ["rms_norm", "silu_mul"],
-    noise_kernels: ["gumbel_noise_at", "best_of_pieces", "best_of_row"],
+    draw_kernels: ["draw_pieces", "decide"],
     softmax_kernels: ["row_logsumexp"],
 }
 LONG = 4096
@@ -95,7 +94,6 @@ def variants(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[object, ...]
         launcher = next((found for module in LAUNCHERS if (found := getattr(module, op.name, None))), None)
         if launcher is not None:
             monkeypatch.setattr(op, "_best_cpu", through(launcher, op.named(op.chosen("cpu"))))
-    monkeypatch.setattr(truncation, "FIRST_CANDIDATES", 1 << 30)  # a GPU uses the whole vocabulary at once
     yield seen
 
 
@@ -144,7 +142,7 @@ def test_nothing_new_is_compiled_once_it_serves(
     variants.clear()  # launched by loading and timed steps
     cover(engine.assembly.runner, 700)
     covered = set(variants)
-    assert {name for name, *_ in covered} >= {"attend", "best_of_row", "gumbel_noise_at"}
+    assert {name for name, *_ in covered} >= {"attend", "decide"}
     engine.generate(workload())
     random = Random(2)
     for length in (2, 30, 100, 900, 2300, LONG - 5):  # alone, in chunks, of all lengths

@@ -44,7 +44,7 @@ class CudaRecorder:
     def allocate(self, make: Callable[[], T]) -> T:
         return make()
 
-    def warm_up(self, step: Callable[[], None]) -> None:
+    def warm_up(self, step: Callable[[], object]) -> None:
         """Compiles kernels and initialises libraries, NCCL's connections for this size included: not recordable."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
@@ -52,7 +52,8 @@ class CudaRecorder:
             step()
         current.wait_stream(self._stream)
 
-    def record(self, step: Callable[[], None]) -> Callable[[], None]:
+    def record(self, step: Callable[[], Sequence[Tensor]]) -> tuple[Callable[[], None], Sequence[Tensor]]:
+        """The outputs do not keep their memory for themselves: other recordings use it, too."""
         graph = torch.cuda.CUDAGraph()
         # "thread_local": by default a call of any thread that could wait for the device (memory that is pinned, freed
         # by the garbage collector, or allocated by a library) would invalidate the recording.
@@ -61,8 +62,22 @@ class CudaRecorder:
             torch.cuda.stream(torch.cuda.current_stream(self._device)),
             torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
         ):
-            step()
-        return graph.replay
+            outputs = step()
+        return graph.replay, [_borrowed(output) for output in outputs]
+
+
+class _Memory:
+    """Bytes of the device at an address, for torch, which does not own them."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 2}
+
+
+def _borrowed(tensor: Tensor) -> Tensor:
+    """The same tensor, without a share in its memory. A recording's memory lives as long as the recording."""
+    storage = tensor.untyped_storage()
+    held = torch.as_tensor(_Memory(storage.data_ptr(), storage.nbytes()), device=tensor.device)
+    return held.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 class CudaDevice:

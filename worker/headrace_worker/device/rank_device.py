@@ -39,12 +39,15 @@ class GraphRecorder(Protocol):
         """Returns what `make` allocates. Raises what it raises."""
         ...
 
-    def warm_up(self, step: Callable[[], None]) -> None:
+    def warm_up(self, step: Callable[[], object]) -> None:
         """Run the step normally, collectives between ranks included."""
         ...
 
-    def record(self, step: Callable[[], None]) -> Callable[[], None]:
-        """Returns what runs the step again on the same buffers; computes nothing. Raises when it cannot be recorded."""
+    def record(self, step: Callable[[], Sequence[Tensor]]) -> tuple[Callable[[], None], Sequence[Tensor]]:
+        """Returns what runs the step again on the same inputs, and where its outputs are until any recording runs.
+
+        Computes nothing. Raises when it cannot be recorded.
+        """
         ...
 
 

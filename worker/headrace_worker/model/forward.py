@@ -2,7 +2,6 @@
 
 import inspect
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -25,7 +24,7 @@ class LogitsModel:
         self._selects = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def __call__(self, ids: Tensor, positions: Tensor, sample_index: Tensor) -> Tensor | None:
-        """ids, positions [T]; sample_index [R] into T -> logits [R, V] float32, or None when R is 0.
+        """ids, positions [T]; sample_index [R] into T -> logits [R, V] in the head's format, or None when R is 0.
 
         Not on the last stage: -> hidden states [1, T, N] for the next one.
         """
@@ -39,7 +38,7 @@ class LogitsModel:
         else:
             out = self._model(input_ids=ids, position_ids=positions, use_cache=False)
             logits = out.logits[0, sample_index]
-        return logits.to(torch.float32)
+        return logits
 
     def _hidden(self, ids: Tensor) -> Tensor:
         hidden = current_step().hidden_out

@@ -8,8 +8,10 @@ Which step is replayed follows from the plan alone, so the collectives in record
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
+
+from torch import Tensor
 
 from headrace_proto.errors import HeadraceError
 from headrace_worker.comm.errors import RankLostError
@@ -45,7 +47,7 @@ class CollectiveRecorder:
         self._device = device
         self._timeout = timeout
 
-    def warm_up(self, step: Callable[[], None]) -> None:
+    def warm_up(self, step: Callable[[], object]) -> None:
         """Raises RankLostError, also when this rank's own run raises.
 
         It is a step like any other: a rank that leaves it in the middle leaves its peers waiting in a collective that
@@ -67,8 +69,8 @@ class CollectiveRecorder:
         """What `make` allocates, once every rank has allocated its own. Raises as `record`."""
         return self._on_all_ranks(lambda: self._recorder.allocate(make), "allocate what recorded steps use")
 
-    def record(self, step: Callable[[], None]) -> Callable[[], None]:
-        """Returns what replays the step, once it is recorded on every rank.
+    def record(self, step: Callable[[], Sequence[Tensor]]) -> tuple[Callable[[], None], Sequence[Tensor]]:
+        """Returns what replays the step, and its outputs, once it is recorded on every rank.
 
         Raises RecordingFailedError on all ranks when one of them could not record it, and RankLostError.
         """

@@ -95,10 +95,13 @@ class HostBatch:
             self.drawn_positions.tolist(),
         )
 
-    def padded(self, tokens: int, sequences: int, entries: int, max_query_len: int, max_seq_len: int) -> "HostBatch":
+    def padded(
+        self, tokens: int, sequences: int, entries: int, max_query_len: int, max_seq_len: int, spare_row: int
+    ) -> "HostBatch":
         """Padded to a batch of so many tokens and sequences, every one of which counts as sampled.
 
-        Added tokens belong to no sequence and have slot -1, which is not written; added sequences are empty.
+        Added tokens belong to no sequence and have slot -1, which is not written; added sequences are empty, and what
+        is drawn for them is stored in the spare row.
         """
         more = tokens - len(self.token_rows)
         empty = sequences - len(self.seq_lens)
@@ -121,7 +124,7 @@ class HostBatch:
             state_starts=_longer(self.state_starts, no_pieces, int(self.state_starts[-1])),
             state_slots=np.concatenate([self.state_slots, np.zeros((2, no_pieces), np.int32)], axis=1),
             sample_index=_longer(self.sample_index, undrawn, 0),
-            drawn_rows=_longer(self.drawn_rows, undrawn, 0),
+            drawn_rows=_longer(self.drawn_rows, undrawn, spare_row),
             drawn_positions=_longer(self.drawn_positions, undrawn, 0),
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,

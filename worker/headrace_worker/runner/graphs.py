@@ -2,10 +2,11 @@
 
     plan ─▶ HostBatch ─▶ smallest recorded size that holds it ─▶ one copy into its buffers ─▶ replay ─▶ its output
 
-A recording fixes shapes, not contents: kernels read lengths and tables from the buffers. It ends at the logits, so that
-masks for sampling may still be computed while it runs, and contains the layers of one pipeline stage: it begins and
-ends at hidden states in buffers, which are received and sent outside. Steps beyond the largest size run kernel by
-kernel: their kernels take longer than their launches.
+A recording fixes shapes, not contents: kernels read lengths, tables and sampling options from the device. It contains
+the layers of one pipeline stage: it begins at hidden states that are received into a buffer, and ends at those that are
+sent, or at the tokens, which it stores in the rows. Where a row needs more than a draw from the logits (a mask, a
+penalty, log-probabilities), sampling continues outside, from the logits, and its tokens replace the stored ones. Steps
+beyond the largest size run kernel by kernel: their kernels take longer than their launches.
 """
 
 from bisect import bisect_left
@@ -22,11 +23,11 @@ from headrace_worker.device.staging import pack, unpack
 from headrace_worker.model.load import LoadedModel
 from headrace_worker.runner.batch import PIECES, Batch, HostBatch, flatten_work
 from headrace_worker.runner.rows import RowState
-from headrace_worker.runner.step_buffers import StepBuffers
 
 MIXED_TOKENS = (16, 32, 64, 128, 256, 512)  # for prompts in small pieces beside running requests
 
 Forward = Callable[[Batch, Tensor | None], Tensor | None]
+Draw = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # logits, rows, positions -> tokens, largest logits
 
 
 class StepSize(NamedTuple):
@@ -38,33 +39,44 @@ class StepSize(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """What a recorded step of one size reads and writes. packed: its inputs, of which the batch has views."""
+    """What a recorded step of one size reads. packed: its inputs, of which the batch has views."""
 
     packed: Tensor
     batch: Batch
     sequences: int
-    buffers: StepBuffers
+    hidden_in: Tensor | None  # [1, T, N]; None on the first stage
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """One size: its tensors, and the replay of the step on them."""
+    """One size: its tensors, the replay of the step on them, and where its outputs are after that.
+
+    outputs: hidden states [1, T, N]; on the last stage logits [S, V], tokens [S] int64 and the largest logits [S].
+    """
 
     tensors: StepTensors
     replay: Callable[[], None]
+    outputs: Sequence[Tensor]
 
 
 class StepGraphs:
     """All recorded sizes of one runner."""
 
     def __init__(
-        self, model: LoadedModel, rows: RowState, forward: Forward, recorder: GraphRecorder, sizes: Sequence[StepSize]
+        self,
+        model: LoadedModel,
+        rows: RowState,
+        forward: Forward,
+        draw: Draw,
+        recorder: GraphRecorder,
+        sizes: Sequence[StepSize],
     ) -> None:
-        """Allocates what steps of these sizes read and write. Raises what the recorder or an allocation raises."""
+        """Allocates what steps of these sizes read. Raises what the recorder or an allocation raises."""
         self._model = model
         self._layout = layout = model.layout
         self._rows = rows
         self._forward = forward
+        self._draw = draw
         self._recorder = recorder
         self._entries = -(-rows.max_len // layout.block_size)
         self._decode: dict[int, RecordedStep] = {}
@@ -114,10 +126,17 @@ class StepGraphs:
         """
         step: RecordedStep = batch.recorded
         step.replay()
-        if not step.tensors.buffers.ends_in_logits:
-            return step.tensors.buffers.out
+        out = step.outputs[0]
+        if not self._model.parallel.is_last_stage:
+            return out
         drawing = len(batch.sample_rows)
-        return step.tensors.buffers.out[:drawing] if drawing else None
+        return out[:drawing] if drawing else None
+
+    def drawn(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(tokens [R] int64, largest logits [R]) of the last run, of the last stage; the tokens are in their rows."""
+        _, tokens, peaks = batch.recorded.outputs
+        drawing = len(batch.sample_rows)
+        return tokens[:drawing], peaks[:drawing]
 
     def _fitting(self, host: HostBatch) -> RecordedStep | None:
         found = self._decode if host.max_query_len == 1 else self._mixed
@@ -131,27 +150,44 @@ class StepGraphs:
     def _pad(self, host: HostBatch, step: RecordedStep) -> HostBatch:
         batch, meta = step.tensors.batch, step.tensors.batch.metas[0]
         tokens = batch.token_rows.shape[0]
-        return host.padded(tokens, step.tensors.sequences, self._entries, meta.max_query_len, meta.max_seq_len)
+        sizes = tokens, step.tensors.sequences, self._entries, meta.max_query_len, meta.max_seq_len
+        return host.padded(*sizes, self._rows.spare)
 
     def _allocated(self, sizes: Sequence[StepSize]) -> Iterator[tuple[StepSize, StepTensors]]:
         nothing = flatten_work([], self._rows, self._layout.block_size)
-        buffers = StepBuffers.of(self._model, max(size.tokens for size in sizes), self._rows.max_rows)
+        hidden = None
+        if not self._model.parallel.is_first_stage:  # all sizes have one: only the newest replay is valid
+            hidden = hidden_states(self._model, max(size.tokens for size in sizes)).zero_()
         for size in sizes:
             sequences = min(size.tokens, self._rows.max_rows)
             longest = 1 if size.of_decode else size.tokens
-            host = nothing.padded(size.tokens, sequences, self._entries, longest, self._rows.max_len)
+            shape = size.tokens, sequences, self._entries, longest, self._rows.max_len
+            host = nothing.padded(*shape, self._rows.spare)
             packed = pack(host.arrays).to(self._rows.device.torch_device)
             batch = host.over(unpack(packed, host.arrays))
-            yield size, StepTensors(packed, batch, sequences, buffers.part(size.tokens, sequences))
+            hidden_in = hidden[:, : size.tokens] if hidden is not None else None
+            yield size, StepTensors(packed, batch, sequences, hidden_in)
 
     def _record(self, tensors: StepTensors) -> RecordedStep:
-        def step() -> None:
-            found = self._forward(tensors.batch, tensors.buffers.hidden_in)
+        def step() -> Sequence[Tensor]:
+            found = self._forward(tensors.batch, tensors.hidden_in)
             assert found is not None  # every sequence of a padded batch counts as sampled
-            tensors.buffers.out.copy_(found)
+            if not self._model.parallel.is_last_stage:
+                return (found,)
+            drawn_rows, drawn_positions = tensors.batch.drawn_rows, tensors.batch.drawn_positions
+            tokens, peaks = self._draw(found, drawn_rows, drawn_positions)
+            self._rows.store_tokens(drawn_rows, drawn_positions, tokens)
+            return found, tokens, peaks
 
         self._recorder.warm_up(step)
-        return RecordedStep(tensors, self._recorder.record(step))
+        replay, outputs = self._recorder.record(step)
+        return RecordedStep(tensors, replay, outputs)
+
+
+def hidden_states(model: LoadedModel, tokens: int) -> Tensor:
+    """Unfilled [1, T, N], as stages exchange them."""
+    shape = (1, tokens, int(model.config.hidden_size))
+    return torch.empty(shape, dtype=model.dtype, device=model.device.torch_device)
 
 
 def decode_sizes(max_rows: int) -> list[int]:

@@ -16,7 +16,10 @@ from headrace_worker.device.staging import to_device
 
 
 class RowState:
-    """Tokens [max_rows, max_len + 1] int32 on the device; per cache group block ids [max_rows, entries] on the host.
+    """Tokens [max_rows + 1, max_len + 1] int32 on the device; per cache group block ids [max_rows, entries] on the
+    host.
+
+    The last row is a spare one, which nothing reads: recorded steps store there what they draw for padding.
 
     A row's unknown tokens, and its table entries beyond the allocated blocks, are zero (null block) from its
     initialisation on.
@@ -27,10 +30,14 @@ class RowState:
         self.max_len = max_len
         self.device = device
         # One more column: the token after the last position may be sampled, though never computed.
-        self.tokens = torch.zeros((max_rows, max_len + 1), dtype=torch.int32, device=device.torch_device)
+        self.tokens = torch.zeros((max_rows + 1, max_len + 1), dtype=torch.int32, device=device.torch_device)
         entries = -(-max_len // layout.block_size)
         self.tables: list[NDArray[np.int32]] = [np.zeros((max_rows, entries), np.int32) for _ in layout.groups]
         self.uses = np.full(max_rows, -1, np.int64)
+
+    @property
+    def spare(self) -> int:
+        return self.max_rows
 
     def initialise(self, init: RowInit) -> None:
         """Reset all state of a row for a new request."""

@@ -25,11 +25,10 @@ from headrace_worker.model.attention import StepContext, step_context
 from headrace_worker.model.forward import LogitsModel
 from headrace_worker.model.load import LoadedModel
 from headrace_worker.runner.batch import Batch, gather
-from headrace_worker.runner.graphs import StepGraphs, step_sizes
+from headrace_worker.runner.graphs import StepGraphs, hidden_states, step_sizes
 from headrace_worker.runner.pools import KVPools
 from headrace_worker.runner.rows import RowState
-from headrace_worker.runner.step_buffers import hidden_states
-from headrace_worker.sampler import NO_MASKS, SampleOutput, Sampler
+from headrace_worker.sampler import NO_MASKS, SampleBatch, SampleOutput, Sampler
 
 
 @dataclass(slots=True)
@@ -78,7 +77,7 @@ class Runner:
         self._loaded = model
         self._model = LogitsModel(model.module, model.parallel)
         self.rows = RowState(self.layout, max_rows, max_len, model.device)
-        self.sampler = Sampler(model.vocab_size, max_rows, model.device)
+        self.sampler = Sampler(model.vocab_size, max_rows + 1, model.device)  # and the spare row
         self._deterministic = model.deterministic
         self._graphs: StepGraphs | None = None
         self._kv_listener = kv_listener
@@ -121,7 +120,8 @@ class Runner:
         batch, logits = handle.undrawn
         handle.undrawn = None
         handle.samples = self.sample(batch, logits, masks)
-        self.apply_tokens(batch, handle.samples.tokens)
+        if not handle.samples.stored:
+            self.apply_tokens(batch, handle.samples.tokens)
 
     def collect(self, handle: StepHandle) -> StepResult:
         """Wait for a launched step and copy its samples to the host. Raises RunnerBrokenError."""
@@ -149,7 +149,8 @@ class Runner:
 
         Raises what the recorder raises, or a failed allocation.
         """
-        return StepGraphs(self._loaded, self.rows, self._compute, recorder, step_sizes(self.max_rows))
+        sizes = step_sizes(self.max_rows)
+        return StepGraphs(self._loaded, self.rows, self._compute, self.sampler.draw, recorder, sizes)
 
     def record(
         self, recorder: GraphRecorder, done: Callable[[float], None] = lambda fraction: None
@@ -195,7 +196,7 @@ class Runner:
     def hidden_buffer(self, batch: Batch) -> Tensor:
         """Where the hidden states [1, T, N] of a batch from the stage before are to be put, for `forward`."""
         if batch.recorded is not None:
-            hidden: Tensor = batch.recorded.tensors.buffers.hidden_in
+            hidden: Tensor = batch.recorded.tensors.hidden_in
             return hidden
         return hidden_states(self._loaded, batch.token_rows.shape[0])
 
@@ -204,12 +205,12 @@ class Runner:
         """Run this rank's layers. All tensor-parallel ranks of a stage call it together.
 
         `hidden_in` is the batch's `hidden_buffer`, filled by the stage before (None on the first stage). The last stage
-        returns logits [R + P, V] float32 of the sampled rows and the scored positions, None when there are none; other
+        returns logits [R + P, V] of the sampled rows and the scored positions, None when there are none; other
         stages return hidden states [1, T, N]. Of a recorded batch the output is valid until the next `forward`.
         """
         try:
             if batch.recorded is not None and self._graphs is not None:
-                assert hidden_in is batch.recorded.tensors.buffers.hidden_in
+                assert hidden_in is batch.recorded.tensors.hidden_in
                 return self._graphs.run(batch)
             return self._compute(batch, hidden_in, self._written)
         finally:
@@ -241,14 +242,19 @@ class Runner:
     def sample(self, batch: Batch, logits: Tensor, masks: Mapping[int, Mask] = NO_MASKS) -> SampleOutput:
         """Sample a token for each of the R rows, and score P known ones: on one rank of the last stage.
 
-        Overwrites `logits` [R + P, V].
+        Overwrites `logits` [R + P, V]. A recorded step may have drawn the tokens already.
         """
+        recorded = self._graphs if batch.recorded is not None and not masks else None
+        if recorded is not None and self.sampler.is_plain(batch.sample_rows):
+            return SampleOutput(self.device, *recorded.drawn(batch), stored=True)
         drawn, scores = len(batch.sample_rows), None
         if batch.scored_rows:
             scores = self.sampler.score(logits[drawn:], batch.scored_rows, self.rows.gather_tokens(*batch.scored))
-        return self.sampler.sample(
-            logits[:drawn], batch.sample_rows, batch.sample_positions, self.rows.tokens, masks, scores
-        )
+        samples = SampleBatch(
+            self.device, logits[:drawn], batch.sample_rows, batch.sample_positions,
+            batch.drawn_rows, batch.drawn_positions, self.rows.tokens,
+        )  # fmt: skip
+        return self.sampler.sample(samples, masks, scores)
 
     @torch.inference_mode()
     def apply_tokens(self, batch: Batch, tokens: Tensor) -> None:

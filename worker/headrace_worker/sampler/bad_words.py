@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from headrace_worker.core.plan import RowInit
+from headrace_worker.device.staging import all_to_device
 from headrace_worker.sampler.batch import SampleBatch
 
 
@@ -48,24 +49,24 @@ class BadWordsState:
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._rows: dict[int, _Row] = {}
+        self.rows: dict[int, _Row] = {}
 
     def init(self, init: RowInit) -> None:
         """Store a row's options; a sequence with an id outside the vocabulary is never sampled and left out."""
         words = [word for word in init.sampling.bad_words if word and max(word) < self._vocab_size]
         if words:
-            self._rows[init.row] = _row(init.prompt_len, words)
+            self.rows[init.row] = _row(init.prompt_len, words)
 
     def free(self, row: int) -> None:
         """Remove a row's options."""
-        self._rows.pop(row, None)
+        self.rows.pop(row, None)
 
     def apply(self, batch: SampleBatch) -> bool:
         """Set the logits of excluded tokens to -inf; True if any row has sequences of which one may end here."""
         columns: list[tuple[NDArray[np.int64], ...]] = []
         sequences = 0
-        for i in batch.users(self._rows):
-            row, position = self._rows[batch.rows[i]], batch.positions[i]
+        for i in batch.users(self.rows):
+            row, position = self.rows[batch.rows[i]], batch.positions[i]
             count = int(np.searchsorted(row.before, position - row.prompt_len, "right"))
             if not count:
                 continue
@@ -83,7 +84,8 @@ class BadWordsState:
             sequences += count
         if not columns:
             return False
-        where, last, rows, places, expected, sequence = batch.tensors(*map(np.concatenate, zip(*columns, strict=True)))
+        joined = [np.concatenate(column) for column in zip(*columns, strict=True)]
+        where, last, rows, places, expected, sequence = all_to_device(joined, batch.device)
         differs = (batch.token_rows[rows, places] != expected).to(torch.int32)
         differing = torch.zeros_like(where, dtype=torch.int32).index_add_(0, sequence, differs)
         values = torch.zeros_like(where, dtype=torch.float32).masked_fill_(differing == 0, float("-inf"))

@@ -9,18 +9,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace_worker.device.rank_device import RankDevice
-from headrace_worker.device.staging import all_to_device
 
 
 @dataclass(slots=True)
 class SampleBatch:
-    """Logits [R, V] float32 are changed in place, feature by feature."""
+    """Logits [R, V] are changed in place, feature by feature, in float32."""
 
     device: RankDevice
     logits: Tensor
     rows: Sequence[int]  # [R] row ids
     positions: Sequence[int]  # [R] position of the token to sample = number of known tokens
-    token_rows: Tensor  # [max_rows, max_len] known tokens by row id
+    row_ids: Tensor  # [R] int64: the same on the device
+    token_positions: Tensor  # [R] int64
+    token_rows: Tensor  # [rows, max_len] known tokens by row id
 
     def users(self, feature: Collection[int]) -> list[int]:
         """Indices into the batch of the rows that use a feature."""
@@ -29,7 +30,3 @@ class SampleBatch:
     def tensor(self, values: Sequence[int] | Sequence[float] | NDArray[np.generic], dtype: torch.dtype) -> Tensor:
         """Host values on the device of the logits; the copy does not wait for the device."""
         return self.device.upload(torch.as_tensor(values, dtype=dtype))
-
-    def tensors(self, *arrays: NDArray[np.generic]) -> list[Tensor]:
-        """Several arrays on the device of the logits, with one copy that does not wait for it."""
-        return all_to_device(arrays, self.device)

@@ -13,25 +13,25 @@ class BiasState:
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._rows: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
+        self.rows: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
 
     def init(self, init: RowInit) -> None:
         """Store a row's options; ids outside the vocabulary can never be sampled and are left out."""
         pairs = [pair for pair in init.sampling.logit_bias if 0 <= pair[0] < self._vocab_size]
         if pairs:
             ids, values = zip(*pairs, strict=True)
-            self._rows[init.row] = (np.array(ids, np.int64), np.array(values, np.float32))
+            self.rows[init.row] = (np.array(ids, np.int64), np.array(values, np.float32))
 
     def free(self, row: int) -> None:
         """Remove a row's options."""
-        self._rows.pop(row, None)
+        self.rows.pop(row, None)
 
     def apply(self, batch: SampleBatch) -> bool:
         """Add the values; True if any row has some."""
-        users = batch.users(self._rows)
+        users = batch.users(self.rows)
         if not users:
             return False
-        entries = [self._rows[batch.rows[i]] for i in users]
+        entries = [self.rows[batch.rows[i]] for i in users]
         where = batch.tensor(np.repeat(users, [len(ids) for ids, _ in entries]), torch.int64)
         ids = batch.tensor(np.concatenate([ids for ids, _ in entries]), torch.int64)
         values = batch.tensor(np.concatenate([values for _, values in entries]), torch.float32)

@@ -61,19 +61,19 @@ class LogprobsState:
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._rows: dict[int, int] = {}
+        self.rows: dict[int, int] = {}
         self._prompts: dict[int, int] = {}
 
     def init(self, init: RowInit) -> None:
         """Store a row's options."""
         if init.sampling.logprobs is not None:
-            self._rows[init.row] = min(init.sampling.logprobs, self._vocab_size)
+            self.rows[init.row] = min(init.sampling.logprobs, self._vocab_size)
         if init.sampling.prompt_logprobs is not None:
             self._prompts[init.row] = min(init.sampling.prompt_logprobs, self._vocab_size)
 
     def free(self, row: int) -> None:
         """Remove a row's options."""
-        self._rows.pop(row, None)
+        self.rows.pop(row, None)
         self._prompts.pop(row, None)
 
     def score(self, logits: Tensor, rows: Sequence[int], tokens: Tensor) -> LogprobsOutput:
@@ -82,8 +82,8 @@ class LogprobsState:
 
     def keep_raw(self, batch: SampleBatch) -> RawLogits | None:
         """A copy of the raw logits of the rows that request log-probabilities; None if there are none."""
-        users = batch.users(self._rows)
+        users = batch.users(self.rows)
         if not users:
             return None
         copy = batch.logits[batch.tensor(users, torch.int64)]
-        return RawLogits(users, [self._rows[batch.rows[i]] for i in users], copy)
+        return RawLogits(users, [self.rows[batch.rows[i]] for i in users], copy)

@@ -25,24 +25,24 @@ class MaskState:
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._bits = _BITS.to(device)  # [256, 8]
-        self._rows: dict[int, Mask] = {}
+        self.rows: dict[int, Mask] = {}
 
     def init(self, init: RowInit) -> None:
         """Store a row's options; ids outside the vocabulary cannot be sampled and are left out."""
         if init.sampling.allowed_token_ids:
             bits = np.zeros(-(-self._vocab_size // 32) * 32, np.uint8)
             bits[[token for token in init.sampling.allowed_token_ids if token < self._vocab_size]] = 1
-            self._rows[init.row] = np.packbits(bits, bitorder="little").view("<i4")
+            self.rows[init.row] = np.packbits(bits, bitorder="little").view("<i4")
 
     def free(self, row: int) -> None:
         """Remove a row's options."""
-        self._rows.pop(row, None)
+        self.rows.pop(row, None)
 
     def apply(self, batch: SampleBatch, masks: Mapping[int, Mask]) -> bool:
         """Set tokens that the masks [W] int32 (by index into the batch), or the rows' own, exclude to -inf; True if
         there are masks.
         """
-        if own := {i: self._rows[batch.rows[i]] for i in batch.users(self._rows)}:
+        if own := {i: self.rows[batch.rows[i]] for i in batch.users(self.rows)}:
             both = {i: masks[i][: len(own[i])] & own[i][: len(masks[i])] for i in own if i in masks}
             masks = {**masks, **own, **both}
         if not masks:

@@ -1,6 +1,7 @@
 """The output of a sampling step, on the device until it is read."""
 
 from dataclasses import dataclass, field
+from math import inf, isfinite
 
 from torch import Tensor
 
@@ -14,36 +15,37 @@ NOT_FINITE = "the model computed values that are not finite; try --dtype float32
 
 @dataclass(slots=True)
 class SampleOutput:
-    """Tokens of R rows. Where ``finite`` is False the row's logits were not finite and its token is meaningless; where
-    ``drawable`` is False no token was allowed.
+    """Tokens of R rows. Where the largest logit is not finite, the row's logits were not and its token is meaningless;
+    where the largest one of those that are allowed is -inf, no token was.
 
     The copy to the host begins here: reading it later does not wait for steps that were launched in between.
     """
 
     device: RankDevice
     tokens: Tensor  # [R] int64
-    finite: Tensor  # [R] bool
-    logprobs: LogprobsOutput | None
-    drawable: Tensor | None = None  # [R] bool; None when no row has a mask or bad words
+    peaks: Tensor  # [R] float32: the largest logit
+    logprobs: LogprobsOutput | None = None
+    allowed: Tensor | None = None  # [R] float32: of those that are allowed; None when no row has a mask or bad words
     scores: LogprobsOutput | None = None  # of known tokens, in order
+    stored: bool = False  # the tokens are in their rows: a recorded step has drawn them
     _copy: Download = field(init=False)
 
     def __post_init__(self) -> None:
         logprobs = self.logprobs.tensors if self.logprobs is not None else ()
-        drawable = () if self.drawable is None else (self.drawable,)
+        allowed = () if self.allowed is None else (self.allowed,)
         scores = self.scores.tensors if self.scores is not None else ()
-        self._copy = self.device.download((self.tokens, self.finite, *scores, *logprobs, *drawable))
+        self._copy = self.device.download((self.tokens, self.peaks, *scores, *logprobs, *allowed))
 
     def to_result(self, step: int) -> StepResult:
         """Everything on the host; waits for this step."""
-        tokens, finite, *rest = self._copy.wait()
+        tokens, peaks, *rest = self._copy.wait()
         scored: list[SampledLogprobs] = []
         if self.scores is not None:
             scored = list(self.scores.read(*rest[:3]).values())
             del rest[:3]
-        drawable = rest.pop().tolist() if self.drawable is not None else ()
-        failed = {index: NOTHING_ALLOWED for index, good in enumerate(drawable) if not good}
-        not_finite = [index for index, good in enumerate(finite.tolist()) if not good]
+        allowed = rest.pop().tolist() if self.allowed is not None else ()
+        failed = {index: NOTHING_ALLOWED for index, peak in enumerate(allowed) if peak == -inf}
+        not_finite = [index for index, peak in enumerate(peaks.tolist()) if not isfinite(peak)]
         failed |= dict.fromkeys(not_finite, NOT_FINITE)
         logprobs: dict[int, SampledLogprobs] = {}
         if self.logprobs is not None:

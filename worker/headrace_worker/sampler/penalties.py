@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from headrace_worker.core.plan import RowInit
+from headrace_worker.device.staging import all_to_device
 from headrace_worker.sampler.batch import SampleBatch
 
 CHUNK_ELEMENTS = 1 << 22  # rows x tokens at a time, unless one row has more: about 200 MiB, mostly for int64 indices
@@ -31,7 +32,7 @@ class PenaltyState:
     """Per row the three penalties; counts of output tokens [slots, V] int32 only for rows whose penalties need them."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self._rows: dict[int, _Row] = {}
+        self.rows: dict[int, _Row] = {}
         self._counts = torch.zeros((1, vocab_size), dtype=torch.int32, device=device)
         self._free_slots: list[int] = []
 
@@ -40,7 +41,7 @@ class PenaltyState:
         sampling = init.sampling
         counting = sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
         if counting or sampling.repetition_penalty != 1.0:
-            self._rows[init.row] = _Row(
+            self.rows[init.row] = _Row(
                 sampling.repetition_penalty,
                 sampling.presence_penalty,
                 sampling.frequency_penalty,
@@ -50,23 +51,23 @@ class PenaltyState:
 
     def free(self, row: int) -> None:
         """Remove a row's options; its counts are reused for the next row that needs some."""
-        state = self._rows.pop(row, None)
+        state = self.rows.pop(row, None)
         if state is not None and state.slot:
             self._free_slots.append(state.slot)
 
     def apply(self, batch: SampleBatch) -> bool:
         """Penalise tokens that occur in a row; True if any row has penalties."""
-        users = batch.users(self._rows)
+        users = batch.users(self.rows)
         if not users:
             return False
         self._count_new(batch, users)
         users.sort(key=lambda i: batch.positions[i], reverse=True)  # rows of like length together: little padding
         positions = np.array([batch.positions[i] for i in users])
-        states = [self._rows[batch.rows[i]] for i in users]
+        states = [self.rows[batch.rows[i]] for i in users]
         rows = np.array([batch.rows[i] for i in users])
         factors = np.array([(state.repetition, state.presence, state.frequency) for state in states], np.float32)
         slots = np.array([state.slot for state in states])
-        arrays = batch.tensors(np.array(users)[:, None], rows, positions[:, None], factors, slots)
+        arrays = all_to_device([np.array(users)[:, None], rows, positions[:, None], factors, slots], batch.device)
         at = 0
         while at < len(users) and (longest := int(positions[at])):
             end = at + max(1, CHUNK_ELEMENTS // longest)
@@ -107,7 +108,7 @@ class PenaltyState:
         rows: list[int] = []
         positions: list[int] = []
         for i in users:
-            state = self._rows[batch.rows[i]]
+            state = self.rows[batch.rows[i]]
             if state.slot and (new := range(state.counted, batch.positions[i])):
                 slots += [state.slot] * len(new)
                 rows += [batch.rows[i]] * len(new)

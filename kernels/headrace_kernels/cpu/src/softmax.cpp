@@ -1,5 +1,5 @@
-// Reductions of rows of logits in float32: log(sum(exp(row))), in pieces of fixed size that are merged in order, so that the
-// bits depend on the row alone; and the largest value.
+// log(sum(exp(row))) of rows of logits in float32, in pieces of fixed size that are merged in order, so that the bits depend on
+// the row alone.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -40,39 +40,6 @@ Part part_of(const float* x, int64_t n) {
     return {peak, sum(totals)};
 }
 
-// The largest value, and the first index with it; NaN and any index if there is a NaN.
-void largest_of(const float* x, int64_t n, float* peak_of_row, int64_t* best) {
-    constexpr float low = -std::numeric_limits<float>::infinity();
-    floats peak = spread(low);
-    ints index = lanes() - lanes(), numbers = (ints)(peak >= peak);
-    int64_t i = 0;
-    for (; i + WIDTH <= n; i += WIDTH) {
-        const floats y = load(x + i);
-        const auto more = y > peak;
-        peak = pick(more, y, peak);
-        index = pick(more, lanes() + (int32_t)i, index);
-        numbers = numbers & (ints)(y >= spread(low));
-    }
-    float value[WIDTH];
-    int32_t place[WIDTH], number[WIDTH];
-    store(value, peak);
-    Memory<ints>::write((char*)place, index);
-    Memory<ints>::write((char*)number, numbers);
-    float top = low;
-    int64_t at = 0;
-    bool is_number = true;
-    for (int lane = 0; lane < WIDTH; lane++) {
-        if (value[lane] > top || (value[lane] == top && place[lane] < at)) top = value[lane], at = place[lane];
-        is_number = is_number && number[lane];
-    }
-    for (; i < n; i++) {
-        if (x[i] > top) top = x[i], at = i;
-        is_number = is_number && x[i] == x[i];
-    }
-    *peak_of_row = is_number ? top : std::numeric_limits<float>::quiet_NaN();
-    *best = at;
-}
-
 }  // namespace
 
 extern "C" void headrace_row_logsumexp(float* out, const float* scores, int64_t stride, int64_t rows, int64_t n,
@@ -95,14 +62,4 @@ extern "C" void headrace_row_logsumexp(float* out, const float* scores, int64_t 
             total += part[p].total * (part[p].peak == peak ? 1.f : std::exp(part[p].peak - peak));
         out[r] = peak + std::log(total);
     }
-}
-
-// Of each row.
-extern "C" void headrace_row_max(float* peaks, int64_t* best, const float* scores, int64_t stride, int64_t rows, int64_t n,
-                                 int64_t threads) {
-    run_team(threads_for(rows * n, 1 << 17, (int)threads), [&](Team& team) {
-        team.share(rows, [&](int64_t r, int64_t to) {
-            for (; r < to; r++) largest_of(scores + r * stride, n, peaks + r, best + r);
-        });
-    });
 }
