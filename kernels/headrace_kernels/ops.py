@@ -200,6 +200,6 @@ def draw(logits: Tensor, rows: Tensor, positions: Tensor, options: DrawOptions) 
 
     rows, positions: int64; positions are those of the tokens, and select their noise. Where the largest logit is not
     finite, the row has NaN or inf, or only -inf, and its token is any. The same logits give the same tokens on any
-    device and in any batch. -inf is never chosen beside others.
+    device and in any batch. -inf is never chosen beside others. Raises KernelArgumentError for shapes that do not fit.
     """
     return catalog.DRAW.best(logits)(logits, rows, positions, options)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace_kernels import DrawOptions, catalog
+from headrace_kernels import DrawOptions, catalog, draw
 from headrace_kernels.reference import draw as definition
 from headrace_kernels.reference import noise as reference
 
@@ -112,7 +112,7 @@ def test_draws_follow_the_softmax_of_what_is_kept(chosen: dict[str, Any]) -> Non
     draws, vocab = 100_000, 300
     logits = torch.randn(1, vocab, generator=torch.Generator().manual_seed(4)) * 2
     one = options(1, **chosen)
-    tokens, _ = catalog.DRAW.named("cpu")(
+    tokens, _ = draw(
         logits.expand(draws, -1).contiguous(), torch.zeros(draws, dtype=torch.int64), torch.arange(draws), one
     )
     counts = torch.bincount(tokens, minlength=vocab).double()

@@ -141,7 +141,10 @@ def assemble_part(
                 f"Evicted KV blocks: {size_of} in {config.kv_offload_dir} for {files.total * config.block_size:,} "
                 f"tokens; {len(files) * config.block_size:,} are there."
             )
-    runner = Runner(model, pools, max_rows=max_num_seqs, max_len=max_model_len, kv_listener=transfers)
+    runner = Runner(
+        model, pools, max_rows=max_num_seqs, max_len=max_model_len, kv_listener=transfers,
+        max_recorded=memory.max_recorded,
+    )  # fmt: skip
     return RankPart(
         model, runner, transfers, size, max_model_len, max_num_seqs, host_slots, files, not memory.unrecorded, notes
     )

@@ -1,27 +1,32 @@
 """What steps take of a device's memory besides weights and KV pools: measured before the pools get the rest.
 
-    weights ─▶ pools of a few blocks ─▶ the largest steps, with every sampling option ─▶ some recordings ─▶ all released
+    weights ─▶ pools of a few blocks ─▶ the largest steps, with every sampling option ─▶ which sizes of steps are worth
+    recording ─▶ some recordings ─▶ all released
 
 All ranks of a replica call it together, since steps exchange tensors. On a CPU nothing is measured: a step's memory
 comes from what the cache leaves.
 """
 
 import gc
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from headrace_proto.errors import HeadraceError, MemoryTooSmallError
 from headrace_proto.quantities import size_text
 from headrace_worker.assembly.stepping import unrecorded_note
 from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.core.kv.sizing import HEADROOM_REASON, gpu_headroom
+from headrace_worker.core.plan import StepPlan
 from headrace_worker.device.rank_device import GraphRecorder
 from headrace_worker.model.load import LoadedModel
 from headrace_worker.ranks.messages import Step
 from headrace_worker.ranks.recording import CollectiveRecorder
 from headrace_worker.ranks.stage import StageRunner
 from headrace_worker.ranks.team import Team
-from headrace_worker.runner.coverage import largest_steps
-from headrace_worker.runner.graphs import step_sizes
+from headrace_worker.runner.coverage import largest_steps, prompt_step
+from headrace_worker.runner.graphs import MIXED_TOKENS, largest_that_pays
 from headrace_worker.runner.pools import KVPools
 from headrace_worker.runner.runner import Runner
 from headrace_worker.runner.warmup import GPU_BUDGET
@@ -34,7 +39,7 @@ class StepMemory:
     """Bytes. `libraries`: buffers of NCCL and others, which they keep and which are not free any more.
 
     `headroom`: what a cache of no given size leaves besides. `unrecorded`: a sentence for the start, if steps cannot be
-    recorded on any rank.
+    recorded on any rank. `max_recorded`: tokens of the largest step worth recording, the same on all ranks.
     """
 
     steps: int = 0
@@ -42,6 +47,7 @@ class StepMemory:
     libraries: int = 0
     headroom: int = 0
     unrecorded: str = ""
+    max_recorded: int = MIXED_TOKENS[-1]
 
     @property
     def reserved(self) -> int:
@@ -82,15 +88,14 @@ def measure_step_memory(
     runner = Runner(model, pools, max_rows=rows, max_len=length)
     try:
         stage = StageRunner(model, runner, team, "measure") if team is not None else None
+        run = partial(_run, runner, stage)
         for plan in largest_steps(model.layout, rows, length, budget):
-            if stage is not None:
-                result = stage.run(Step(plan, []))
-                if result.error is not None:
-                    raise result.error
-            else:
-                runner.collect(runner.launch(plan))
+            run(plan)
         device.synchronize()
         steps = device.peak_bytes()
+        if recorder is not None:
+            most = min(budget, rows * (length - 2))
+            runner.max_recorded = largest_that_pays(partial(_seconds, run, runner, team), most)
     except Exception as error:
         if device.is_out_of_memory(error):
             raise MemoryTooSmallError(
@@ -111,11 +116,39 @@ def measure_step_memory(
             unrecorded = unrecorded_note(error, device, "--max-num-seqs or --max-model-len")
     if team is not None:
         team.gather_all(0)  # no rank releases what it measured before all have measured
-    del runner, stage, pools
+    largest = runner.max_recorded
+    del runner, stage, pools, run
     gc.collect()
     device.release_cached()
     libraries = max(0, before - device.free_memory())
-    return StepMemory(steps, graphs, libraries, gpu_headroom(device.total_memory()), unrecorded)
+    return StepMemory(steps, graphs, libraries, gpu_headroom(device.total_memory()), unrecorded, largest)
+
+
+def _run(runner: Runner, stage: StageRunner | None, plan: StepPlan) -> None:
+    """Launches a step, on this rank. Raises what the model or the sampler raises."""
+    if stage is None:
+        runner.launch(plan)
+    elif (error := stage.run(Step(plan, [])).error) is not None:
+        raise error
+
+
+def _seconds(run: Callable[[StepPlan], None], runner: Runner, team: Team | None, tokens: int) -> tuple[float, float]:
+    """Of a step of so many tokens, the second time: until it is launched, and until it has ended.
+
+    With several ranks, of 1 s, on the rank where launching takes the largest share.
+    """
+    plan = prompt_step(runner.layout, tokens, runner.max_len)
+    launched = ended = 0.0
+    for _ in range(2):
+        began = time.perf_counter()
+        run(plan)
+        launched = time.perf_counter() - began
+        runner.device.synchronize()
+        ended = time.perf_counter() - began
+    if team is None:
+        return launched, ended
+    shares = team.gather_all(round(1e9 * launched / ended))
+    return max(shares) / 1e9, 1.0
 
 
 def _graph_bytes(runner: Runner, recorder: GraphRecorder) -> int:
@@ -125,7 +158,7 @@ def _graph_bytes(runner: Runner, recorder: GraphRecorder) -> int:
     """
     device = runner.device
     decode, mixed = (
-        [size for size in step_sizes(runner.max_rows) if size.of_decode is of_decode] for of_decode in (True, False)
+        [size for size in runner.recorded_sizes if size.of_decode is of_decode] for of_decode in (True, False)
     )
     others = decode[1:] + mixed[1:]
     further = others[:: -(-len(others) // FURTHER_SIZES)]

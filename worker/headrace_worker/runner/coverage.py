@@ -79,6 +79,14 @@ def largest_steps(layout: CacheLayout, max_rows: int, max_len: int, budget: int)
     yield StepPlan(0, list(range(rows)), [], [], [])
 
 
+def prompt_step(layout: CacheLayout, tokens: int, max_len: int) -> StepPlan:
+    """A step of so many tokens of prompts, in as few rows as possible."""
+    most = max_len - 2
+    counts = [min(most, tokens - first) for first in range(0, tokens, most)]
+    started = [_start(layout, row, count, max_len, OPTIONS[0]) for row, count in enumerate(counts)]
+    return _step([Work(row, 0, count, True) for row, count in enumerate(counts)], started)
+
+
 def covering_plans(layout: CacheLayout, max_rows: int, max_len: int, budget: int) -> Iterator[StepPlan]:
     """The steps, the last of which frees all rows."""
     rows = _rows(max_rows, max_len, budget)

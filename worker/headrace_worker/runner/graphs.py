@@ -5,8 +5,8 @@
 A recording fixes shapes, not contents: kernels read lengths, tables and sampling options from the device. It contains
 the layers of one pipeline stage: it begins at hidden states that are received into a buffer, and ends at those that are
 sent, or at the tokens, which it stores in the rows. Where a row needs more than a draw from the logits (a mask, a
-penalty, log-probabilities), sampling continues outside, from the logits, and its tokens replace the stored ones. Steps
-beyond the largest size run kernel by kernel: their kernels take longer than their launches.
+penalty, log-probabilities), sampling continues outside, from the logits, and its tokens replace the stored ones. Large
+steps are recorded as far as launching their kernels one by one takes most of their time; beyond, they run so.
 """
 
 from bisect import bisect_left
@@ -25,6 +25,9 @@ from headrace_worker.runner.batch import PIECES, Batch, HostBatch, flatten_work
 from headrace_worker.runner.rows import RowState
 
 MIXED_TOKENS = (16, 32, 64, 128, 256, 512)  # for prompts in small pieces beside running requests
+# Where it pays. Multiples of 128, to which the products' tiles pad anyway.
+LARGE_TOKENS = (640, 768, 896, 1024, 1280, 1536, 1792, 2048, 3072, 4096, 6144, 8192)
+_LAUNCHING = 0.7  # of a step's time: below it, the device would not be faster by much
 
 Forward = Callable[[Batch, Tensor | None], Tensor | None]
 Draw = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # logits, rows, positions -> tokens, largest logits
@@ -196,7 +199,24 @@ def decode_sizes(max_rows: int) -> list[int]:
     return sorted(size for size in sizes if size <= max_rows)
 
 
-def step_sizes(max_rows: int) -> list[StepSize]:
-    """All that are recorded: decode steps, then mixed ones, the largest first of each."""
-    decode, mixed = reversed(decode_sizes(max_rows)), reversed(MIXED_TOKENS)
-    return [StepSize(tokens, True) for tokens in decode] + [StepSize(tokens, False) for tokens in mixed]
+def step_sizes(max_rows: int, largest: int = MIXED_TOKENS[-1]) -> list[StepSize]:
+    """All that are recorded: decode steps, then mixed ones of up to `largest` tokens, the largest first of each."""
+    mixed = [tokens for tokens in MIXED_TOKENS + LARGE_TOKENS if tokens <= max(largest, MIXED_TOKENS[-1])]
+    decode = decode_sizes(max_rows)
+    return [StepSize(tokens, True) for tokens in decode[::-1]] + [StepSize(tokens, False) for tokens in mixed[::-1]]
+
+
+def largest_that_pays(seconds: Callable[[int], tuple[float, float]], budget: int) -> int:
+    """Tokens of the largest step worth recording, of at most `budget`.
+
+    seconds: of a step of so many tokens, run kernel by kernel: until all are launched, and until all have ended.
+    """
+    largest = MIXED_TOKENS[-1]
+    for tokens in LARGE_TOKENS:
+        if tokens > budget:
+            break
+        launching, all_of_it = seconds(tokens)
+        if launching < _LAUNCHING * all_of_it:
+            break
+        largest = tokens
+    return largest

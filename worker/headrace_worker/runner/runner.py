@@ -25,7 +25,7 @@ from headrace_worker.model.attention import StepContext, step_context
 from headrace_worker.model.forward import LogitsModel
 from headrace_worker.model.load import LoadedModel
 from headrace_worker.runner.batch import Batch, gather
-from headrace_worker.runner.graphs import StepGraphs, hidden_states, step_sizes
+from headrace_worker.runner.graphs import MIXED_TOKENS, StepGraphs, StepSize, hidden_states, step_sizes
 from headrace_worker.runner.pools import KVPools
 from headrace_worker.runner.rows import RowState
 from headrace_worker.sampler import NO_MASKS, SampleBatch, SampleOutput, Sampler
@@ -67,12 +67,15 @@ class Runner:
         max_rows: int,
         max_len: int,
         kv_listener: KVListener | None = None,
+        max_recorded: int = MIXED_TOKENS[-1],
     ) -> None:
+        """max_recorded: tokens of the largest step that `record` records."""
         self.layout = model.layout
         self.device = model.device
         self.num_blocks = pools.num_blocks
         self.max_rows = max_rows
         self.max_len = max_len
+        self.max_recorded = max_recorded
         self.pools = pools
         self._loaded = model
         self._model = LogitsModel(model.module, model.parallel)
@@ -143,14 +146,18 @@ class Runner:
         self.pools.clear(blocks)
         self.rows.tokens[:rows].zero_()
 
+    @property
+    def recorded_sizes(self) -> list[StepSize]:
+        """Of the steps that `record` records."""
+        return step_sizes(self.max_rows, self.max_recorded)
+
     @torch.inference_mode()
     def new_graphs(self, recorder: GraphRecorder) -> StepGraphs:
         """Recordings of this rank's layers, of which none is made yet; `launch` does not use them.
 
         Raises what the recorder raises, or a failed allocation.
         """
-        sizes = step_sizes(self.max_rows)
-        return StepGraphs(self._loaded, self.rows, self._compute, self.sampler.draw, recorder, sizes)
+        return StepGraphs(self._loaded, self.rows, self._compute, self.sampler.draw, recorder, self.recorded_sizes)
 
     def record(
         self, recorder: GraphRecorder, done: Callable[[float], None] = lambda fraction: None
@@ -161,7 +168,7 @@ class Runner:
         cannot be recorded; it then runs as before, and no recording is kept.
         """
         graphs = self.new_graphs(recorder)
-        graphs.record(step_sizes(self.max_rows), done)
+        graphs.record(self.recorded_sizes, done)
         self._graphs = graphs
         return graphs.sizes
 

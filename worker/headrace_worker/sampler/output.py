@@ -15,8 +15,8 @@ NOT_FINITE = "the model computed values that are not finite; try --dtype float32
 
 @dataclass(slots=True)
 class SampleOutput:
-    """Tokens of R rows. Where the largest logit is not finite, the row's logits were not and its token is meaningless;
-    where the largest one of those that are allowed is -inf, no token was.
+    """Tokens of R rows. Where a row's largest logit is not finite, its token is meaningless; where its largest allowed
+    logit is -inf, no token was allowed.
 
     The copy to the host begins here: reading it later does not wait for steps that were launched in between.
     """
@@ -25,7 +25,7 @@ class SampleOutput:
     tokens: Tensor  # [R] int64
     peaks: Tensor  # [R] float32: the largest logit
     logprobs: LogprobsOutput | None = None
-    allowed: Tensor | None = None  # [R] float32: of those that are allowed; None when no row has a mask or bad words
+    allowed: Tensor | None = None  # [R] float32: the largest allowed logit; None when no row has a mask or bad words
     scores: LogprobsOutput | None = None  # of known tokens, in order
     stored: bool = False  # the tokens are in their rows: a recorded step has drawn them
     _copy: Download = field(init=False)

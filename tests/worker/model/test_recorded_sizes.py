@@ -1,0 +1,70 @@
+"""Which sizes of steps are recorded, and that large recorded steps give the tokens of those that are not."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from headrace_worker.core.plan import RowSampling
+from headrace_worker.offline import OfflineEngine, Prompt
+from headrace_worker.runner.graphs import LARGE_TOKENS, MIXED_TOKENS, largest_that_pays, step_sizes
+from support.worker.recorders import CallingRecorder
+from support.worker.step_modes import same
+from support.worker.tiny_models import replica_config
+
+LONG = 1500
+
+
+@pytest.mark.parametrize(
+    ("launching", "per_token", "budget", "largest"),
+    [
+        (0.021, 4e-6, 8192, 6144),  # a small model: launches take 21 ms, a token 4 us on the device
+        (0.021, 25e-6, 8192, 1024),  # 8B
+        (0.021, 200e-6, 8192, MIXED_TOKENS[-1]),
+        (0.021, 4e-6, 2000, 1792),
+        (0.021, 4e-6, 24, MIXED_TOKENS[-1]),
+    ],
+)
+def test_steps_are_recorded_as_far_as_launching_takes_most_of_the_time(
+    launching: float, per_token: float, budget: int, largest: int
+) -> None:
+    measured: list[int] = []
+
+    def seconds(tokens: int) -> tuple[float, float]:
+        measured.append(tokens)
+        return launching, max(launching, tokens * per_token)
+
+    assert largest_that_pays(seconds, budget) == largest
+    assert all(tokens <= budget for tokens in measured)
+    mixed = [size.tokens for size in step_sizes(256, largest) if not size.of_decode]
+    assert mixed[0] == largest and mixed[-len(MIXED_TOKENS) :] == list(reversed(MIXED_TOKENS))
+    assert set(mixed) <= set(MIXED_TOKENS + LARGE_TOKENS)
+
+
+def test_large_recorded_steps_give_the_same_tokens(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    """Prompts alone and together, in steps of up to 1,280 tokens, some of which are padded by a quarter."""
+    folder = tmp_path / "llama"
+    shutil.copytree(tiny("llama"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": LONG}))
+    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 1280, "kv_cache_memory": 16 << 20}
+    engines = [OfflineEngine(replica_config(folder, **sizes)) for _ in range(2)]
+    recorder = CallingRecorder()
+    runner = engines[1].assembly.runner
+    runner.max_recorded = 1280
+    _, mixed = runner.record(recorder)
+    assert mixed == [*MIXED_TOKENS, 640, 768, 896, 1024, 1280]
+    random = Random(0)
+    work = [
+        Prompt([random.randrange(3, 300) for _ in range(length)], 3, RowSampling(temperature=0.8, seed=length))
+        for length in (600, 1030, 1279, 1400, 5, 300, 40, 900)
+    ]
+    plain, recorded = (
+        [engine.generate([prompt])[0] for prompt in work[:4]] + engine.generate(work) for engine in engines
+    )
+    assert same(plain, recorded)
+    large = recorder.replays[-len(MIXED_TOKENS) - 5 : -len(MIXED_TOKENS)]
+    assert sum(large) >= 5 and large[0] > 0 < large[-1], large
