@@ -48,6 +48,7 @@ class RawCopy:
     def __init__(self, piece_bytes: int, pieces: int, device: str, pipe: Any) -> None:
         self._memory = _memory(piece_bytes, pieces, device)
         self._agent = KvAgent(f"raw-{os.getpid()}", [self._memory])
+        self._pipe = pipe
         metadata, address = pipe.recv()
         self._name = self._agent.connect(metadata)
         self._device = -1 if device == "cpu" else 0
@@ -61,6 +62,10 @@ class RawCopy:
         while not reading.done():
             self._agent.notices()
         return reading.num_bytes / (time.perf_counter() - began) / 1e9
+
+    def stop(self) -> None:
+        """Ends the source."""
+        self._pipe.send(True)
 
 
 def _memory(piece_bytes: int, pieces: int, device: str) -> torch.Tensor:
