@@ -54,10 +54,12 @@ class GpuBenchmark:
 
     def decode(self) -> Iterator[Timing]:
         """One query per sequence: in each format and mode; torch's attention reads the same keys contiguously."""
-        cases: Sequence[tuple[int, int]] = ((1, 1024), (1, 8192), (32, 1024), (32, 8192), (256, 1024))
+        cases: Sequence[tuple[int, int]] = (
+            (1, 1024), (1, 8192), (16, 16384), (32, 1024), (32, 8192), (256, 1024),
+        )  # fmt: skip
         for sequences, seq_len in ((2, 64),) if self._small else cases:
             case = f"decode {sequences} at {seq_len}"
-            meta = self._meta(sequences, 1, seq_len)
+            meta = self._meta([seq_len] * sequences, 1)
             flop = 4 * HEADS * HEAD_DIM * sequences * seq_len
             query = self._random(sequences, HEADS, HEAD_DIM)
             for name, dtype in self._formats():
@@ -71,13 +73,23 @@ class GpuBenchmark:
             pairs = [self._random(2, sequences, KV_HEADS, seq_len, HEAD_DIM) for _ in range(self._copies(size))]
             took = self._library(query.view(sequences, HEADS, 1, HEAD_DIM), pairs, causal=False)
             yield Timing(f"{case}, {self._formats()[0][0]}", "library", took, size, flop)
+        lengths = [64, 300] if self._small else [512] * 255 + [32768]
+        meta = self._meta(lengths, 1)
+        flop, size = 4 * HEADS * HEAD_DIM * sum(lengths), 2 * sum(lengths) * KV_HEADS * HEAD_DIM * self._dtype.itemsize
+        pools = [self._pool(sum(-(-length // BLOCK) for length in lengths), self._dtype)]
+        took = self._attend(self._random(len(lengths), HEADS, HEAD_DIM), pools, meta, deterministic=False)
+        yield Timing(
+            f"decode {len(lengths) - 1} at {lengths[0]}, one at {lengths[-1]}", self._backend, took, size, flop
+        )
 
     def prefill(self) -> Iterator[Timing]:
         """Chunks of a prompt; torch's attention where the chunk is the whole prompt."""
-        cases: Sequence[tuple[int, int, int]] = ((1, 2048, 2048), (4, 2048, 2048), (1, 2048, 8192), (8, 128, 1024))
+        cases: Sequence[tuple[int, int, int]] = (
+            (1, 2048, 2048), (4, 2048, 2048), (1, 2048, 8192), (8, 128, 1024), (1, 300, 8192), (1, 16, 16384),
+        )  # fmt: skip
         for sequences, query_len, seq_len in ((1, 32, 32),) if self._small else cases:
             case = f"prefill {sequences} x {query_len} at {seq_len}"
-            meta = self._meta(sequences, query_len, seq_len)
+            meta = self._meta([seq_len] * sequences, query_len)
             pools = [self._pool(meta.block_tables.numel(), self._dtype)]
             query = self._random(sequences * query_len, HEADS, HEAD_DIM)
             flop = int(4 * HEADS * HEAD_DIM * sequences * query_len * (seq_len - query_len / 2))
@@ -207,14 +219,20 @@ class GpuBenchmark:
         numbers = torch.randint(0, 100, shape, dtype=torch.uint8, device=self._device).view(dtype)
         return numbers, torch.full(shape[:4], 0.01, device=self._device)
 
-    def _meta(self, sequences: int, query_len: int, seq_len: int) -> AttentionMeta:
-        blocks = -(-seq_len // BLOCK)
-        tables = torch.randperm(sequences * blocks).view(sequences, blocks).int()
+    def _meta(self, lengths: list[int], query_len: int) -> AttentionMeta:
+        """A plan that is made for the first layer is for all, as in a step: it is not in the figures."""
+        blocks = [-(-length // BLOCK) for length in lengths]
+        order = torch.randperm(sum(blocks), dtype=torch.int32)
+        tables = torch.zeros(len(lengths), max(blocks), dtype=torch.int32)
+        used = 0
+        for row, count in zip(tables, blocks, strict=True):
+            row[:count] = order[used : used + count]
+            used += count
         return AttentionMeta(
-            query_starts=(torch.arange(sequences + 1) * query_len).int().to(self._device),
-            seq_lens=torch.full((sequences,), seq_len, dtype=torch.int32, device=self._device),
+            query_starts=(torch.arange(len(lengths) + 1) * query_len).int().to(self._device),
+            seq_lens=torch.tensor(lengths, dtype=torch.int32, device=self._device),
             block_tables=tables.to(self._device),
             slots=torch.empty(0, dtype=torch.int64, device=self._device),
             max_query_len=query_len,
-            max_seq_len=seq_len,
+            max_seq_len=max(lengths),
         )

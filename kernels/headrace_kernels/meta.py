@@ -4,7 +4,8 @@ Legend of shape letters in this package: T tokens of the step, S sequences, H qu
 size, B blocks of the pool, P positions per block, M entries of a block table, V vocabulary, R sampled rows.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -24,6 +25,9 @@ class AttentionMeta:
     slots: Tensor  # [T] int64, block * P + offset of each new token; negative = write nothing
     max_query_len: int
     max_seq_len: int
+    plans: dict[Any, Any] = field(
+        default_factory=dict, init=False
+    )  # of a backend, from the tensors: to be cleared if they change
 
 
 @dataclass(slots=True)

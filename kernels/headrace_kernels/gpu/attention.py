@@ -1,8 +1,9 @@
 """Launches paged attention: how a step is divided into tiles, and which kernels run.
 
-Short queries (decode steps, mostly) use the kernel that splits the keys, the others the one that iterates over them; a
-mixed step launches both, and each program checks on the device whether its sequence is of its kind. The grids depend on
-the shapes of the tensors and on the meta's two upper bounds alone, so a launch can be captured in a CUDA graph.
+A sequence has long tiles, made for products, or one short tile, made for reading keys, if its query fits into that
+(decode steps, mostly). A step that may have both launches both. The device plans which program computes what (see
+`kernels/plan.py`): grids depend on the shapes of the tensors and on the meta's upper bounds alone, so a launch can be
+captured in a CUDA graph.
 """
 
 from dataclasses import dataclass
@@ -13,8 +14,7 @@ from torch import Tensor
 
 from headrace_kernels.arguments import check_attention
 from headrace_kernels.gpu.availability import interpreted
-from headrace_kernels.gpu.kernels import attention as kernels
-from headrace_kernels.gpu.kernels import merge
+from headrace_kernels.gpu.kernels import attend, ordered, plan
 from headrace_kernels.gpu.tensors import FLOATS, halves, power_of_2, quantization, rows
 from headrace_kernels.meta import AttentionMeta
 from headrace_kernels.reference import attention as reference
@@ -23,9 +23,10 @@ LOG2_E = 1.4426950408889634
 CHUNK = 1024  # keys that deterministic attention sums before it merges them with the others
 _LARGEST_HEAD = 256
 _LARGEST_GROUP = 64  # query heads per KV head: a tile holds a token with all of them
-_SPLIT_KEYS = 128  # no piece of a split sequence is shorter
-_MAX_SPLITS = 64
-_PROGRAMS = 2048  # upper bound of a split grid: about 16 per multiprocessor of an H200
+_SPLIT_KEYS = 128  # no piece of a split tile is shorter
+_PIECES = 264  # wanted in a step: two per multiprocessor of an H200
+_PROGRAMS = 2048  # upper bound of a split grid of ordered attention: about 16 per multiprocessor of an H200
+_PLANNED = 1024  # tiles that the planner's program handles at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,17 @@ class Tiles:
     keys: int  # BLOCK_N
     warps: int
     stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The pieces of one step's tiles of one size, and where the softmax states of several pieces of a tile are kept."""
+
+    pieces: Tensor  # [pieces, 8] int32
+    counters: Tensor  # [tiles, K] int32
+    mixed: Tensor  # [slots, K, rows, D] float32
+    peaks: Tensor  # [slots, K, rows]
+    totals: Tensor  # [slots, K, rows]
 
 
 def paged_attention(
@@ -58,7 +70,8 @@ def paged_attention(
             query, pool, meta, scale=scale, window=window, softcap=softcap, sinks=sinks, kv_scale=kv_scale,
             deterministic=deterministic,
         )  # fmt: skip
-    return _Launch(query, pool, meta, scale, window, softcap, sinks, kv_scale, deterministic).run()
+    launch = _Launch(query, pool, meta, scale, window, softcap, sinks, kv_scale)
+    return launch.run_ordered() if deterministic else launch.run()
 
 
 def _fits(query: Tensor, pool: Tensor, meta: AttentionMeta) -> bool:
@@ -81,14 +94,13 @@ class _Launch:
         softcap: float,
         sinks: Tensor | None,
         kv_scale: Tensor | None,
-        ordered: bool,
     ) -> None:
         self.query, self.pool, self.meta, self.kv_scale = rows(query), pool, meta, kv_scale
         self.tokens, self.heads, self.head_dim = query.shape
         self.kv_heads, self.block_size = pool.shape[2:4]
         self.group = self.heads // self.kv_heads
         self.sequences = meta.seq_lens.shape[0]
-        self.window, self.ordered, self.sinks = window, ordered, sinks
+        self.window, self.sinks = window, sinks
         self.scale = scale / softcap if softcap else scale * LOG2_E
         self.softcap = softcap * LOG2_E
         self.tables = rows(meta.block_tables)
@@ -97,38 +109,98 @@ class _Launch:
         self.out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
 
     def run(self) -> Tensor:
+        """By a plan that all layers of the step with tiles of these sizes share."""
         if self.tokens == 0 or self.sequences == 0:
             return self.out.zero_()
-        short = _ordered_tiles(self, 1) if self.ordered else _split_tiles(self)
-        alone = self.meta.max_query_len <= short.tokens  # no sequence is for the other kernel
-        if alone and self.tokens > self.sequences * short.tokens:
-            self.out.zero_()  # more padding than the programs of the split grid cover
+        short = _short_tiles(self)
+        if self.meta.max_query_len > short.tokens:
+            self._attend(_long_tiles(self), short.tokens, is_long=True, zero_tail=True)
+            self._attend(short, short.tokens, is_long=False, zero_tail=False)
+        else:
+            self._attend(short, short.tokens, is_long=False, zero_tail=self._covers_padding(short))
+        return self.out
+
+    def run_ordered(self) -> Tensor:
+        """With the same operations in the same order for a row, whatever else is in the step."""
+        if self.tokens == 0 or self.sequences == 0:
+            return self.out.zero_()
+        short = _ordered_tiles(self, 1)
+        alone = self.meta.max_query_len <= short.tokens  # no sequence has long tiles
         if not alone:
-            tiles = _ordered_tiles(self, 0) if self.ordered else _loop_tiles(self)
+            tiles = _ordered_tiles(self, 0)
             grid = (-(-self.tokens // tiles.tokens) + self.sequences, self.kv_heads, 1)
-            self._attend(grid, tiles, short.tokens, 1, self._parts(0, 1), split=False, zero_tail=True)
+            self._attend_ordered(grid, tiles, short.tokens, 1, self._parts(0, 1), split=False, zero_tail=True)
         splits = self._splits(short)
         programs = max(1, _PROGRAMS // (self.sequences * self.kv_heads))
         grid = (self.sequences, self.kv_heads, min(splits, programs))
         parts = self._parts(short.tokens * self.group, splits)
-        self._attend(grid, short, short.tokens, splits, parts, split=True, zero_tail=alone)
+        zero_tail = alone and self._covers_padding(short)
+        self._attend_ordered(grid, short, short.tokens, splits, parts, split=True, zero_tail=zero_tail)
         if splits > 1:
-            self._merge(short, splits, parts)
+            ordered.merge_ordered[(self.sequences, self.kv_heads, short.tokens * self.group)](
+                self.out, *parts, self._sinks(), self.meta.query_starts, self.meta.seq_lens, self.window, splits,
+                HEADS=self.heads, GROUP=self.group, HEAD_DIM=self.head_dim, D_PAD=self.padded, TILE_TOKENS=short.tokens,
+                CHUNK=CHUNK, HAS_WINDOW=self.window > 0, HAS_SINKS=self.sinks is not None, num_warps=4,
+                enable_fp_fusion=False,
+            )  # fmt: skip
         return self.out
 
+    def _covers_padding(self, short: Tiles) -> bool:
+        """Whether the programs of short tiles zero all of the padding. If they do not, the output is zeroed here."""
+        covers = self.tokens <= self.sequences * short.tokens
+        if not covers:
+            self.out.zero_()
+        return covers
+
+    def _plan(self, tiles: Tiles, short: int, is_long: bool) -> Plan:
+        key = tiles, short, is_long, self.window, self.kv_heads, self.head_dim
+        found: Plan | None = self.meta.plans.get(key)
+        if found is not None:
+            return found
+        target = max(1, _PIECES // self.kv_heads)
+        count = (self.tokens // tiles.tokens if is_long else 0) + self.sequences
+
+        def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=self.out.device)
+
+        states = 2 * target, self.kv_heads, tiles.rows
+        made = Plan(
+            new(count + target, 8, dtype=torch.int32), new(count, self.kv_heads, dtype=torch.int32),
+            new(*states, self.head_dim), new(*states), new(*states),
+        )  # fmt: skip
+        plan.plan[(1,)](
+            made.pieces, made.counters, self.meta.query_starts, self.meta.seq_lens, count, self.sequences, self.window,
+            target, count + target, TILE_TOKENS=tiles.tokens, BLOCK_N=tiles.keys,
+            MIN_TILES=max(1, _SPLIT_KEYS // tiles.keys), SHORT=short, LONG=is_long, HAS_WINDOW=self.window > 0,
+            KV_HEADS=self.kv_heads, BLOCK=_PLANNED, num_warps=8,
+        )  # fmt: skip
+        self.meta.plans[key] = made
+        return made
+
+    def _attend(self, tiles: Tiles, short: int, *, is_long: bool, zero_tail: bool) -> None:
+        meta, pool, planned = self.meta, self.pool, self._plan(tiles, short, is_long)
+        attend.attend[(planned.pieces.shape[0], self.kv_heads)](
+            self.out, planned.pieces, planned.counters, planned.mixed, planned.peaks, planned.totals, self.query,
+            *halves(pool, self.kv_scale), self._sinks(),
+            meta.query_starts, meta.seq_lens, self.tables, self.scale, self.softcap, self.window,
+            self.sequences, self.tokens, self.query.stride(0), self.query.stride(1), self.tables.stride(0),
+            pool.stride(1), pool.stride(2), pool.stride(3), 0 if self.kv_scale is None else self.kv_scale.stride(1),
+            HEADS=self.heads, GROUP=self.group, HEAD_DIM=self.head_dim, D_PAD=self.padded, BLOCK_SIZE=self.block_size,
+            TILE_TOKENS=tiles.tokens, BLOCK_M=tiles.rows, BLOCK_N=tiles.keys, ZERO_TAIL=zero_tail,
+            HAS_WINDOW=self.window > 0, HAS_SOFTCAP=self.softcap > 0, HAS_SINKS=self.sinks is not None,
+            QUANT=quantization(pool), COMPUTE=self.compute, PRECISION="ieee", num_warps=tiles.warps,
+            num_stages=tiles.stages,
+        )  # fmt: skip
+
     def _splits(self, tiles: Tiles) -> int:
-        """Upper bound of the pieces of a sequence; the device derives the actual number from its length."""
+        """Upper bound of the chunks of a sequence; the device derives the actual number from its length."""
         longest = min(self.tables.shape[1] * self.block_size, self.meta.max_seq_len)
-        piece = CHUNK if self.ordered else max(_SPLIT_KEYS, tiles.keys)
-        if self.window and self.window + tiles.tokens + piece < longest:
-            longest = self.window + tiles.tokens + piece  # it may begin inside a piece
-        pieces = max(1, -(-longest // piece))
-        if self.ordered:
-            return pieces
-        return min(pieces, _MAX_SPLITS, max(1, _PROGRAMS // (self.sequences * self.kv_heads)))
+        if self.window and self.window + tiles.tokens + CHUNK < longest:
+            longest = self.window + tiles.tokens + CHUNK  # it may begin inside a chunk
+        return max(1, -(-longest // CHUNK))
 
     def _parts(self, tile_rows: int, splits: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Softmax states of pieces: mixed values [S, K, rows, splits, D], peaks and totals [S, K, rows, splits]."""
+        """Softmax states of chunks: mixed values [S, K, rows, splits, D], peaks and totals [S, K, rows, splits]."""
         shape = (self.sequences, self.kv_heads, tile_rows, splits) if splits > 1 else (1,)
         # Allocated one by one, and even if unread: Triton recompiles for other dtypes and alignments.
         mixed, peaks, totals = (
@@ -137,7 +209,7 @@ class _Launch:
         )
         return mixed, peaks, totals
 
-    def _attend(
+    def _attend_ordered(
         self,
         grid: tuple[int, int, int],
         tiles: Tiles,
@@ -149,26 +221,17 @@ class _Launch:
         zero_tail: bool,
     ) -> None:
         meta, pool = self.meta, self.pool
-        kernels.attend[grid](
+        ordered.attend_ordered[grid](
             self.out, *parts, self.query, *halves(pool, self.kv_scale), self._sinks(),
             meta.query_starts, meta.seq_lens, self.tables, self.scale, self.softcap, self.window,
             self.sequences, self.tokens, splits, self.query.stride(0), self.query.stride(1), self.tables.stride(0),
             pool.stride(1), pool.stride(2), pool.stride(3), 0 if self.kv_scale is None else self.kv_scale.stride(1),
             HEADS=self.heads, GROUP=self.group, HEAD_DIM=self.head_dim, D_PAD=self.padded, BLOCK_SIZE=self.block_size,
             TILE_TOKENS=tiles.tokens, BLOCK_M=tiles.rows, BLOCK_N=tiles.keys,
-            MIN_TILES=max(1, _SPLIT_KEYS // tiles.keys), CHUNK=CHUNK, SHORT=short, SPLIT=split, ORDERED=self.ordered,
-            ZERO_TAIL=zero_tail, HAS_WINDOW=self.window > 0, HAS_SOFTCAP=self.softcap > 0,
-            HAS_SINKS=self.sinks is not None, QUANT=quantization(pool), COMPUTE=self.compute,
-            PRECISION="ieee", num_warps=tiles.warps, num_stages=tiles.stages, enable_fp_fusion=not self.ordered,
-        )  # fmt: skip
-
-    def _merge(self, tiles: Tiles, splits: int, parts: tuple[Tensor, Tensor, Tensor]) -> None:
-        merge.merge[(self.sequences, self.kv_heads, tiles.tokens * self.group)](
-            self.out, *parts, self._sinks(), self.meta.query_starts, self.meta.seq_lens, self.window, splits,
-            HEADS=self.heads, GROUP=self.group, HEAD_DIM=self.head_dim, D_PAD=self.padded, TILE_TOKENS=tiles.tokens,
-            BLOCK_N=tiles.keys, MIN_TILES=max(1, _SPLIT_KEYS // tiles.keys), CHUNK=CHUNK,
-            SPLITS_PAD=16 if splits <= 16 else _MAX_SPLITS, ORDERED=self.ordered, HAS_WINDOW=self.window > 0,
-            HAS_SINKS=self.sinks is not None, num_warps=4, enable_fp_fusion=not self.ordered,
+            CHUNK=CHUNK, SHORT=short, SPLIT=split, ZERO_TAIL=zero_tail, HAS_WINDOW=self.window > 0,
+            HAS_SOFTCAP=self.softcap > 0, HAS_SINKS=self.sinks is not None, QUANT=quantization(pool),
+            COMPUTE=self.compute, PRECISION="ieee", num_warps=tiles.warps, num_stages=tiles.stages,
+            enable_fp_fusion=False,
         )  # fmt: skip
 
     def _sinks(self) -> Tensor:
@@ -190,7 +253,7 @@ def _tiles(launch: _Launch, wanted_rows: int, keys: int, warps: int, stages: int
     return Tiles(tile_rows, tile_rows // launch.group, keys, warps, stages)
 
 
-def _split_tiles(launch: _Launch) -> Tiles:
+def _short_tiles(launch: _Launch) -> Tiles:
     """Decode reads each key once: the smallest tile of a matrix unit, and enough keys in flight."""
     if launch.compute is tl.float32:
         return _exact_tiles(launch)
@@ -199,7 +262,7 @@ def _split_tiles(launch: _Launch) -> Tiles:
     return _tiles(launch, 16, 64, 8 if quantization(launch.pool) else 4, 3)
 
 
-def _loop_tiles(launch: _Launch) -> Tiles:
+def _long_tiles(launch: _Launch) -> Tiles:
     """Prefill is bound by multiplications.
 
     The fastest of 24 shapes on an H200 with heads of 128, and of 16 with heads of 256: 10 to 14 % and 17 to 22 % faster

@@ -47,6 +47,9 @@ def _interpret() -> None:
         for op in catalog.ALL:
             if "triton" in op.available():
                 op.named("triton")
+        from headrace_kernels.gpu import attention
+
+        attention._PIECES = 16  # the interpreter takes a millisecond for a program that has nothing to do
     finally:
         if before is None:
             del os.environ[availability.INTERPRET]
@@ -65,7 +68,7 @@ class _OnGpu:
 
         def to_gpu(x: Any) -> Any:
             if isinstance(x, AttentionMeta):
-                return AttentionMeta(*(to_gpu(getattr(x, entry.name)) for entry in dataclasses.fields(x)))
+                return AttentionMeta(*(to_gpu(getattr(x, entry.name)) for entry in dataclasses.fields(x) if entry.init))
             if not isinstance(x, Tensor):
                 return x
             storage = x.untyped_storage()

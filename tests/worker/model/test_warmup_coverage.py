@@ -26,17 +26,17 @@ import triton.language as tl
 
 from headrace_kernels import catalog
 from headrace_kernels.gpu import attention, cache, draw, elementwise, softmax
-from headrace_kernels.gpu.kernels import attention as attention_kernels
+from headrace_kernels.gpu.kernels import attend as attend_kernels
 from headrace_kernels.gpu.kernels import cache as cache_kernels
 from headrace_kernels.gpu.kernels import draw as draw_kernels
 from headrace_kernels.gpu.kernels import elementwise as elementwise_kernels
-from headrace_kernels.gpu.kernels import merge as merge_kernels
+from headrace_kernels.gpu.kernels import plan as plan_kernels
 from headrace_kernels.gpu.kernels import softmax as softmax_kernels
 
 LAUNCHERS = (attention, cache, draw, elementwise, softmax)
 KERNELS = {
-    attention_kernels: ["attend"],
-    merge_kernels: ["merge"],
+    attend_kernels: ["attend"],
+    plan_kernels: ["plan"],
     cache_kernels: ["write_kv", "rope_write_kv"],
     elementwise_kernels: ["rms_norm", "silu_mul"],
     draw_kernels: ["draw_pieces", "decide"],
@@ -142,7 +142,7 @@ def test_nothing_new_is_compiled_once_it_serves(
     variants.clear()  # launched by loading and timed steps
     cover(engine.assembly.runner, 700)
     covered = set(variants)
-    assert {name for name, *_ in covered} >= {"attend", "decide"}
+    assert {name for name, *_ in covered} >= {"attend", "plan", "decide"}
     engine.generate(workload())
     random = Random(2)
     for length in (2, 30, 100, 900, 2300, LONG - 5):  # alone, in chunks, of all lengths

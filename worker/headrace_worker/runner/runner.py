@@ -233,6 +233,8 @@ class Runner:
     ) -> Tensor | None:
         """`written` is called with each layer's keys and values; in a replay it is not called."""
         ids = self.rows.gather_tokens(batch.token_rows, batch.positions)
+        for meta in batch.metas:
+            meta.plans.clear()  # a recording has its own plan, made within it
         context = StepContext(
             self.pools.layers,
             batch.metas,
