@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headrace_kernels.cpu import library
 from headrace_kernels.gpu import availability
-from headrace_kernels.meta import AttentionMeta, DrawOptions, StateMeta
+from headrace_kernels.meta import AttentionMeta, DrawOptions, HeadNorms, StateMeta
 from headrace_kernels.packed import PackedWeight
 from headrace_kernels.registry import Backend, Op
 
@@ -54,6 +54,7 @@ class RopeWriteRun(Protocol):
         pool: Tensor,
         slots: Tensor,
         kv_scale: Tensor | None = None,
+        norms: HeadNorms | None = None,
     ) -> Tensor: ...
 
 
@@ -83,6 +84,9 @@ ROPE_WRITE_KV: Op[RopeWriteRun] = _op("cache", "rope_write_kv")
 PAGED_ATTENTION: Op[AttentionRun] = _op("attention", "paged_attention")
 RMS_NORM: Op[Callable[[Tensor, Tensor, float], Tensor]] = _op("elementwise", "rms_norm")
 ADD_RMS_NORM: Op[Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]] = _op("elementwise", "add_rms_norm")
+ROPE_ANGLES: Op[Callable[[Tensor, Tensor, float, torch.dtype], tuple[Tensor, Tensor]]] = _op(
+    "elementwise", "rope_angles", fast=("triton",)
+)
 SILU_MUL: Op[Callable[[Tensor], Tensor]] = _op("elementwise", "silu_mul")
 GELU_MUL: Op[Callable[[Tensor], Tensor]] = _op("elementwise", "gelu_mul", fast=("cpu",))
 SIGMOID: Op[Callable[[Tensor], Tensor]] = _op("elementwise", "sigmoid", fast=("cpu",))

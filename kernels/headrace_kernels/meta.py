@@ -25,9 +25,17 @@ class AttentionMeta:
     slots: Tensor  # [T] int64, block * P + offset of each new token; negative = write nothing
     max_query_len: int
     max_seq_len: int
-    plans: dict[Any, Any] = field(
-        default_factory=dict, init=False
-    )  # of a backend, from the tensors: to be cleared if they change
+    # Of a backend, made from the tensors: to be cleared when those change.
+    plans: dict[Any, Any] = field(default_factory=dict, init=False)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """RMSNorms of each head of the queries and of the keys."""
+
+    query: Tensor  # [D]
+    key: Tensor  # [D]
+    eps: float
 
 
 @dataclass(slots=True)

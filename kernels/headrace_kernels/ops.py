@@ -3,11 +3,12 @@
 Shape letters are explained in ``headrace_kernels.meta``. Inputs may be strided views; outputs are contiguous.
 """
 
+import torch
 from torch import Tensor
 
 from headrace_kernels import catalog, kv_format
 from headrace_kernels.arguments import KernelArgumentError
-from headrace_kernels.meta import AttentionMeta, DrawOptions, StateMeta
+from headrace_kernels.meta import AttentionMeta, DrawOptions, HeadNorms, StateMeta
 from headrace_kernels.packed import PackedWeight
 
 
@@ -30,14 +31,23 @@ def rope_write_kv(
     pool: Tensor,
     slots: Tensor,
     kv_scale: Tensor | None = None,
+    norms: HeadNorms | None = None,
 ) -> Tensor:
     """Rotary embedding, and ``write_kv`` of the rotated key, in one op: returns the rotated query [T, H, D].
 
     query [T, H, D], key and value [T, K, D], cos and sin [T, R], pool [2, B, K, P, D], slots [T]. The embedding is the
-    half-rotation of the first R of D. May write into query and key; the key must not be used afterwards.
+    half-rotation of the first R of D. With `norms`, the heads of both are normalized before. May write into query and
+    key; the key must not be used afterwards.
     """
     kv_format.check(pool, kv_scale)
-    return catalog.ROPE_WRITE_KV.best(pool)(query, key, value, cos, sin, pool, slots, kv_scale)
+    return catalog.ROPE_WRITE_KV.best(pool)(query, key, value, cos, sin, pool, slots, kv_scale, norms)
+
+
+def rope_angles(positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin [T, R] of positions [T] int64 times frequencies [R / 2] float32, the same in both halves, times
+    ``factor``, in ``dtype``: what ``rope_write_kv`` rotates with.
+    """
+    return catalog.ROPE_ANGLES.best(positions)(positions, frequencies, factor, dtype)
 
 
 def paged_attention(

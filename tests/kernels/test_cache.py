@@ -5,7 +5,8 @@ import torch
 
 from headrace_kernels import AttentionMeta, catalog
 from headrace_kernels.kv_format import LARGEST, CacheFormatError
-from headrace_kernels.reference.elementwise import apply_rope
+from headrace_kernels.meta import HeadNorms
+from headrace_kernels.reference.elementwise import apply_rope, rms_norm
 
 BACKENDS = catalog.ROPE_WRITE_KV.available()
 FORMATS = [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn]
@@ -49,6 +50,25 @@ def test_rope_and_store_in_one(backend: str, dtype: torch.dtype, tokens: int, ro
     untouched = torch.ones(96, dtype=torch.bool)
     untouched[written] = False
     assert not stored[:, untouched].any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rotary", [32, 16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_heads_are_normalized_first(backend: str, dtype: torch.dtype, rotary: int) -> None:
+    """As norms on their own, up to one rounding of the format."""
+    query, key, value = torch.randn(7, 8, 32).to(dtype).split((4, 2, 2), 1)
+    angle = torch.randn(7, rotary // 2).repeat(1, 2)
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    norms = HeadNorms(torch.randn(32).to(dtype), torch.randn(32).to(dtype), 1e-5)
+    slots, (pool, _), (plain, _) = torch.randperm(96)[:7], _pool(dtype), _pool(dtype)
+    expected = catalog.ROPE_WRITE_KV.named("torch")(
+        rms_norm(query, norms.query, norms.eps), rms_norm(key, norms.key, norms.eps), value, cos, sin, plain, slots
+    )
+    out = catalog.ROPE_WRITE_KV.named(backend)(query, key, value, cos, sin, pool, slots, norms=norms)
+    close = {torch.float32: 1e-5, torch.float16: 4e-3}[dtype]
+    torch.testing.assert_close(out, expected, atol=close, rtol=close)
+    torch.testing.assert_close(pool, plain, atol=close, rtol=close)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

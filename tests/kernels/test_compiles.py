@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 SHARED_MEMORY = 227 << 10  # bytes that a program may have on sm_90
 KERNELS = {
     "attend", "plan", "attend_ordered", "merge_ordered", "rms_norm", "silu_mul", "write_kv", "rope_write_kv",
-    "row_logsumexp", "draw_pieces", "decide",
+    "row_logsumexp", "rope_angles", "draw_pieces", "decide",
 }  # fmt: skip
 
 

@@ -33,6 +33,17 @@ def test_add_rms_norm(backend: str, shape: tuple[int, ...]) -> None:
     assert torch.equal(x, kept[0]) and torch.equal(residual, kept[1])
 
 
+@pytest.mark.parametrize("half", [1, 20, 64])
+def test_rope_angles(half: int) -> None:
+    positions = torch.tensor([[0, 1], [77, 4095], [131071, 5]])[:, 0]  # strided
+    frequencies, factor = torch.rand(half), 1.25
+    angles = (positions.float()[:, None] * frequencies).double().repeat(1, 2)
+    for name in catalog.ROPE_ANGLES.available():
+        cos, sin = catalog.ROPE_ANGLES.named(name)(positions, frequencies, factor, torch.float32)
+        torch.testing.assert_close(cos.double(), angles.cos() * factor, atol=1e-6, rtol=0)
+        torch.testing.assert_close(sin.double(), angles.sin() * factor, atol=1e-6, rtol=0)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_silu_mul(backend: str, shape: tuple[int, ...]) -> None:
     gate, up = torch.randn(shape) * 20, torch.randn(shape)

@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 
 from headrace_kernels.arguments import check_write
-from headrace_kernels.cpu.elementwise import apply_rope
+from headrace_kernels.cpu.elementwise import apply_rope, rms_norm
 from headrace_kernels.cpu.library import check_status, load
+from headrace_kernels.meta import HeadNorms
 from headrace_kernels.reference import cache as reference
 
 _write_kv = load().headrace_write_kv
@@ -37,8 +38,11 @@ def rope_write_kv(
     pool: Tensor,
     slots: Tensor,
     kv_scale: Tensor | None = None,
+    norms: HeadNorms | None = None,
 ) -> Tensor:
     """See ``headrace_kernels.ops.rope_write_kv``; rotates in place."""
+    if norms is not None:
+        query, key = rms_norm(query, norms.query, norms.eps), rms_norm(key, norms.key, norms.eps)
     query, key = apply_rope(query, key, cos, sin)
     write_kv(key, value, pool, slots, kv_scale)
     return query

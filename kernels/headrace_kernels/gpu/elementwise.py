@@ -1,4 +1,4 @@
-"""Launches norms and activation; torch for unsupported inputs."""
+"""Launches norms, activation and rotary angles; torch for unsupported inputs."""
 
 import torch
 from torch import Tensor
@@ -62,6 +62,20 @@ def _two_levels(x: Tensor) -> Tensor:
         return x.view(x.shape[1], 1, x.shape[2]) if x.shape[0] == 1 and x.stride(1) else x
     x = x.reshape(-1, x.shape[-1])
     return x[:, None]
+
+
+def rope_angles(positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """See ``headrace_kernels.ops.rope_angles``."""
+    tokens, half = positions.shape[0], frequencies.shape[0]
+    if frequencies.dtype is not torch.float32 or dtype not in FLOATS:
+        return reference.rope_angles(positions, frequencies, factor, dtype)
+    cos, sin = (torch.empty(tokens, 2 * half, dtype=dtype, device=positions.device) for _ in range(2))
+    if tokens > 0:
+        kernels.rope_angles[(tokens,)](
+            cos, sin, positions, positions.stride(0), frequencies.contiguous(), factor, half, power_of_2(half),
+            num_warps=1, enable_fp_fusion=False,
+        )  # fmt: skip
+    return cos, sin
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from headrace_kernels.kv_format import LARGEST, SMALLEST_SCALE
-from headrace_kernels.reference.elementwise import apply_rope
+from headrace_kernels.meta import HeadNorms
+from headrace_kernels.reference.elementwise import apply_rope, rms_norm
 
 
 def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -40,8 +41,11 @@ def rope_write_kv(
     pool: Tensor,
     slots: Tensor,
     kv_scale: Tensor | None = None,
+    norms: HeadNorms | None = None,
 ) -> Tensor:
     """Rotates query [T, H, D] and key [T, K, D], stores the rotated key and the value, returns the rotated query."""
+    if norms is not None:
+        query, key = rms_norm(query, norms.query, norms.eps), rms_norm(key, norms.key, norms.eps)
     query, key = apply_rope(query, key, cos, sin)
     write_kv(key, value, pool, slots, kv_scale)
     return query

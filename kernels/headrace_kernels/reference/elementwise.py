@@ -18,6 +18,13 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return rms_norm(total, weight, eps), total
 
 
+def rope_angles(positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin [T, R] of positions [T] times frequencies [R / 2] float32, twice side by side, times factor."""
+    angles = positions[:, None].float() * frequencies
+    angles = torch.cat((angles, angles), -1)
+    return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+
+
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(first half) * second half of the last dimension: [..., 2 I] -> [..., I]."""
     gate, up = gate_up.chunk(2, dim=-1)

@@ -14,6 +14,7 @@ from triton.runtime.jit import JITFunction
 
 from headrace_kernels import AttentionMeta, DrawOptions
 from headrace_kernels.gpu import attention, cache, draw, elementwise, softmax
+from headrace_kernels.meta import HeadNorms
 
 TOKENS, HEADS, KV_HEADS, SIZE, HIDDEN = 64, 32, 8, 16, 4096
 facts: list[dict[str, object]] = []
@@ -100,11 +101,14 @@ def _rest(dtype: torch.dtype) -> None:
     elementwise.rms_norm(query, weight[:128], 1e-5)
     elementwise.add_rms_norm(x, x, weight, 1e-5)
     elementwise.silu_mul(x)
+    elementwise.rope_angles(slots, torch.zeros(64), 1.0, dtype)
     for pool_dtype in (dtype, torch.float8_e4m3fn):
         scale = torch.zeros(2, 4, KV_HEADS, SIZE) if pool_dtype.itemsize == 1 else None
         pool = torch.zeros(2, 4, KV_HEADS, SIZE, 128).to(pool_dtype)
         cache.write_kv(key, value, pool, slots, scale)
+        norms = HeadNorms(weight[:128], weight[:128], 1e-5)
         cache.rope_write_kv(query, key, value, cos, cos, pool, slots, scale)
+        cache.rope_write_kv(query, key, value, cos, cos, pool, slots, scale, norms)
     softmax.row_logsumexp(torch.zeros(TOKENS, 151936))
     label = "noise"
     logits, options = torch.zeros(TOKENS, 151936, dtype=dtype), DrawOptions(torch.zeros(1, 3), slots[:2].view(1, 2))

@@ -34,6 +34,9 @@ class CallingRecorder:
 
         return replay, outputs
 
+    def seconds(self, replay: Callable[[], None]) -> float:
+        return 1.0
+
 
 class FaultyRecorder(CallingRecorder):
     """One of its warm-up runs or recordings raises, or never ends."""

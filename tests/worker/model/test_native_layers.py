@@ -38,7 +38,7 @@ def native(request: pytest.FixtureRequest, half: Callable[[str], Path]) -> Nativ
         assert [len(one.layers) for one in found] == [1] * 4
     else:
         assert len(found) == 1 and len(found[0].layers) == 3, "all layers are in one call"
-        assert "3 layers in one call" in model.notes[0]
+        assert "Layers: 3 in one C++ call." in model.notes
     return found[0]
 
 

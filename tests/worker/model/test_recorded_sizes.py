@@ -10,7 +10,7 @@ import pytest
 
 from headrace_worker.core.plan import RowSampling
 from headrace_worker.offline import OfflineEngine, Prompt
-from headrace_worker.runner.graphs import LARGE_TOKENS, MIXED_TOKENS, largest_that_pays, step_sizes
+from headrace_worker.runner.graphs import LARGE_TOKENS, MIXED_TOKENS, fastest_sizes, largest_that_pays, step_sizes
 from support.worker.recorders import CallingRecorder
 from support.worker.step_modes import same
 from support.worker.tiny_models import replica_config
@@ -42,6 +42,30 @@ def test_steps_are_recorded_as_far_as_launching_takes_most_of_the_time(
     mixed = [size.tokens for size in step_sizes(256, largest) if not size.of_decode]
     assert mixed[0] == largest and mixed[-len(MIXED_TOKENS) :] == list(reversed(MIXED_TOKENS))
     assert set(mixed) <= set(MIXED_TOKENS + LARGE_TOKENS)
+
+
+def test_few_rows_run_by_the_fastest_recording_that_holds_them() -> None:
+    assert fastest_sizes({1: 1.6, 2: 1.59, 4: 1.5, 8: 1.4, 16: 1.45}) == {1: 8, 2: 8, 4: 8, 8: 8, 16: 16}
+    assert fastest_sizes({1: 1.6, 2: 1.59, 4: 1.58}) == {1: 1, 2: 2, 4: 4}, "nothing that could be noise"
+    assert fastest_sizes({}) == {}
+
+
+def test_a_step_of_one_token_is_replayed_by_the_recording_of_eight(tiny: Callable[[str], Path]) -> None:
+    class Timed(CallingRecorder):
+        """Recordings of fewer than eight rows are slow."""
+
+        def seconds(self, replay: Callable[[], None]) -> float:
+            self.timed = getattr(self, "timed", 0) + 1
+            return 2.0 if self.timed <= 3 else 1.0
+
+    engines = [OfflineEngine(replica_config(tiny("llama"), max_num_seqs=8)) for _ in range(2)]
+    recorder = Timed()
+    decode, _ = engines[1].assembly.runner.record(recorder)
+    assert decode == [1, 2, 4, 8]
+    prompt = Prompt([5, 6, 7], 4, RowSampling(temperature=0.8, seed=3), ignore_eos=True)
+    plain, recorded = (engine.generate([prompt]) for engine in engines)
+    assert same(plain, recorded)
+    assert recorder.replays[:4] == [3, 0, 0, 0], "the largest is recorded first"
 
 
 def test_large_recorded_steps_give_the_same_tokens(tiny: Callable[[str], Path], tmp_path: Path) -> None:

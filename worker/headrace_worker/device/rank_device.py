@@ -50,6 +50,10 @@ class GraphRecorder(Protocol):
         """
         ...
 
+    def seconds(self, replay: Callable[[], None]) -> float:
+        """Of a replay on the device: the largest of all ranks that record together."""
+        ...
+
 
 class RankDevice(Protocol):
     """The device of one rank. It is chosen once, with its index, before anything is built on it."""

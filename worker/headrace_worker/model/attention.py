@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import headrace_kernels.ops as ops
-from headrace_kernels.meta import AttentionMeta, StateMeta
+from headrace_kernels.meta import AttentionMeta, HeadNorms, StateMeta
 from headrace_proto.errors import HeadraceError
 
 IMPLEMENTATION = "headrace"
@@ -95,11 +95,13 @@ def attend(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     rope: tuple[Tensor, Tensor] | None = None,
+    norms: HeadNorms | None = None,
 ) -> Tensor:
     """Store key, value [T, K, D] of `layer` and attend with query [T, H, D] -> [T, H, D].
 
-    `rope`: cos and sin [T, R] with which query and key are to be rotated; both may be overwritten then. `window` is the
-    one that the model's code passes (0 = all tokens), and must be the cache group's; None: the cache group's.
+    `rope`: cos and sin [T, R] with which query and key are to be rotated, after `norms` of their heads; both may be
+    overwritten then. `window` is the one that the model's code passes (0 = all tokens), and must be the cache group's;
+    None: the cache group's.
     """
     step = current_step()
     cache = step.layers[layer]
@@ -128,7 +130,7 @@ def attend(
     if rope is None:
         ops.write_kv(key, value, cache.pool, meta.slots)
     else:
-        query = ops.rope_write_kv(query, key, value, *rope, cache.pool, meta.slots)
+        query = ops.rope_write_kv(query, key, value, *rope, cache.pool, meta.slots, norms=norms)
     if step.written is not None:
         step.written(layer, value)
     return ops.paged_attention(

@@ -101,8 +101,6 @@ def load(
         weights = open_weights(source, model, sharding, gguf, names)
         bf16 = config.cpu_arithmetic == "bf16"
         plan = plan or surgery.SurgeryPlan(deterministic=config.deterministic, bf16=bf16)
-        if parallel.tp.size > 1:  # ranks add their results within each layer
-            plan = replace(plan, native=False)
         packed = stays_packed(plan, place, dtype)
         if bf16 and not packed:
             why = library.missing() or f"this replica runs in {dtype} on {place.type}".replace("torch.", "")
@@ -117,6 +115,7 @@ def load(
         notes = surgery.apply(model, plan)
         check_filled(model)
         sharding.connect(model)
+        notes += surgery.join(model, plan)
         facts = facts_job.result()
         facts = replace(facts, defaults=facts.defaults | config.defaults)
     warnings = find_slow_backends() if place.type == "cpu" else []

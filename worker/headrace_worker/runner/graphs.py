@@ -10,7 +10,7 @@ steps are recorded as far as launching their kernels one by one takes most of th
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -28,6 +28,8 @@ MIXED_TOKENS = (16, 32, 64, 128, 256, 512)  # for prompts in small pieces beside
 # Where it pays. Multiples of 128, to which the products' tiles pad anyway.
 LARGE_TOKENS = (640, 768, 896, 1024, 1280, 1536, 1792, 2048, 3072, 4096, 6144, 8192)
 _LAUNCHING = 0.7  # of a step's time: below it, the device would not be faster by much
+_FEW = 16  # rows, for which a library may choose a slow product
+_FASTER = 0.97
 
 Forward = Callable[[Batch, Tensor | None], Tensor | None]
 Draw = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # logits, rows, positions -> tokens, largest logits
@@ -84,6 +86,7 @@ class StepGraphs:
         self._entries = -(-rows.max_len // layout.block_size)
         self._decode: dict[int, RecordedStep] = {}
         self._mixed: dict[int, RecordedStep] = {}
+        self._instead: dict[int, int] = {}  # decode sizes, each with the one that runs its steps
         self._tensors = recorder.allocate(lambda: dict(self._allocated(sizes)))
 
     @property
@@ -101,6 +104,12 @@ class StepGraphs:
         for place, size in enumerate(sizes):
             (self._decode if size.of_decode else self._mixed)[size.tokens] = self._record(self._tensors[size])
             done((place + 1) / len(sizes))
+
+    def choose_sizes(self) -> None:
+        """Run decode steps of few rows by the fastest recording that holds them, after `record`. Raises as it."""
+        sizes = [size for size in sorted(self._decode) if size <= _FEW]
+        seconds = {size: self._recorder.seconds(self._decode[size].replay) for size in sizes}
+        self._instead = fastest_sizes(seconds)
 
     def prepare(self, work: Sequence[Work]) -> Batch | None:
         """The work in the buffers of the smallest recorded step that holds it; None when none does."""
@@ -147,7 +156,7 @@ class StepGraphs:
         for size in sizes[bisect_left(sizes, len(host.token_rows)) :]:
             sequences = found[size].tensors.sequences
             if sequences >= len(host.seq_lens) and PIECES * sequences >= host.state_slots.shape[1]:
-                return found[size]
+                return found[self._instead.get(size, size) if found is self._decode else size]
         return None
 
     def _pad(self, host: HostBatch, step: RecordedStep) -> HostBatch:
@@ -184,6 +193,8 @@ class StepGraphs:
 
         self._recorder.warm_up(step)
         replay, outputs = self._recorder.record(step)
+        for meta in tensors.batch.metas:
+            meta.plans.clear()  # what a recording computes with shares its memory with other recordings
         return RecordedStep(tensors, replay, outputs)
 
 
@@ -204,6 +215,15 @@ def step_sizes(max_rows: int, largest: int = MIXED_TOKENS[-1]) -> list[StepSize]
     mixed = [tokens for tokens in MIXED_TOKENS + LARGE_TOKENS if tokens <= max(largest, MIXED_TOKENS[-1])]
     decode = decode_sizes(max_rows)
     return [StepSize(tokens, True) for tokens in decode[::-1]] + [StepSize(tokens, False) for tokens in mixed[::-1]]
+
+
+def fastest_sizes(seconds: Mapping[int, float]) -> dict[int, int]:
+    """For each size the larger one that takes clearly less time, or itself."""
+    chosen = {}
+    for size, own in seconds.items():
+        best = min((larger for larger in seconds if larger >= size), key=lambda larger: (seconds[larger], larger))
+        chosen[size] = best if seconds[best] < _FASTER * own else size
+    return chosen
 
 
 def largest_that_pays(seconds: Callable[[int], tuple[float, float]], budget: int) -> int:

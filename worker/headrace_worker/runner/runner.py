@@ -169,6 +169,7 @@ class Runner:
         """
         graphs = self.new_graphs(recorder)
         graphs.record(self.recorded_sizes, done)
+        graphs.choose_sizes()
         self._graphs = graphs
         return graphs.sizes
 

@@ -45,61 +45,85 @@ def store_heads(
 
 
 @triton.jit
-def load_rotated(
-    source, source_head, cos, sin,
-    HEADS: tl.constexpr, H_PAD: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr,
+def load_heads(
+    source, source_head, weight, eps,
+    HEADS: tl.constexpr, H_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr,
+    REST_PAD: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Both halves [H, HALF] of one token's rotated heads, rounded as the source is, as float32; and their mask."""
+    """One token's heads as float32: what is rotated, in halves [H, HALF], and the rest [H, REST]; with NORM, normalized
+    and rounded as an RMSNorm of the source's format does.
+    """
     h = tl.arange(0, H_PAD)
     d = tl.arange(0, HALF_PAD)
+    rest = 2 * HALF + tl.arange(0, REST_PAD)
+    mask = (h < HEADS)[:, None] & (d < HALF)[None, :]
+    rest_mask = (h < HEADS)[:, None] & (rest < HEAD_DIM)[None, :]
+    start = source + (h * source_head)[:, None]
+    first = tl.load(start + d[None, :], mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(start + HALF + d[None, :], mask=mask, other=0.0).to(tl.float32)
+    third = tl.load(start + rest[None, :], mask=rest_mask, other=0.0).to(tl.float32)
+    if NORM:
+        squares = tl.sum(first * first, 1) + tl.sum(second * second, 1) + tl.sum(third * third, 1)
+        factor = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
+        round_to = source.dtype.element_ty
+        scale = tl.load(weight + d, mask=d < HALF, other=0.0).to(tl.float32)[None, :]
+        first = ((first * factor).to(round_to).to(tl.float32) * scale).to(round_to).to(tl.float32)
+        scale = tl.load(weight + HALF + d, mask=d < HALF, other=0.0).to(tl.float32)[None, :]
+        second = ((second * factor).to(round_to).to(tl.float32) * scale).to(round_to).to(tl.float32)
+        scale = tl.load(weight + rest, mask=rest < HEAD_DIM, other=0.0).to(tl.float32)[None, :]
+        third = ((third * factor).to(round_to).to(tl.float32) * scale).to(round_to).to(tl.float32)
+    return first, second, third, mask, rest_mask
+
+
+@triton.jit
+def rotate(first, second, cos, sin, round_to: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr):
+    """Halves [H, HALF] rotated, rounded, as float32."""
+    d = tl.arange(0, HALF_PAD)
     near = d < HALF
-    mask = (h < HEADS)[:, None] & near[None, :]
-    place = source + (h * source_head)[:, None] + d[None, :]
-    a = tl.load(place, mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(place + HALF, mask=mask, other=0.0).to(tl.float32)
     cos_a = tl.load(cos + d, mask=near, other=0.0).to(tl.float32)
     cos_b = tl.load(cos + HALF + d, mask=near, other=0.0).to(tl.float32)
     sin_a = tl.load(sin + d, mask=near, other=0.0).to(tl.float32)
     sin_b = tl.load(sin + HALF + d, mask=near, other=0.0).to(tl.float32)
-    first = a * cos_a[None, :] - b * sin_a[None, :]
-    second = b * cos_b[None, :] + a * sin_b[None, :]
-    round_to = source.dtype.element_ty
-    return first.to(round_to).to(tl.float32), second.to(round_to).to(tl.float32), mask
+    turned = first * cos_a[None, :] - second * sin_a[None, :]
+    other = second * cos_b[None, :] + first * sin_b[None, :]
+    return turned.to(round_to).to(tl.float32), other.to(round_to).to(tl.float32)
 
 
 @triton.jit
 def rotate_heads(
-    out, source, source_head, cos, sin,
+    out, source, source_head, cos, sin, weight, eps,
     HEADS: tl.constexpr, H_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr,
-    REST_PAD: tl.constexpr,
+    REST_PAD: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """Rotates one token's heads [H, D] into contiguous memory."""
-    first, second, mask = load_rotated(source, source_head, cos, sin, HEADS, H_PAD, HALF, HALF_PAD)
-    h = tl.arange(0, H_PAD)
+    first, second, third, mask, rest_mask = load_heads(
+        source, source_head, weight, eps, HEADS, H_PAD, HEAD_DIM, HALF, HALF_PAD, REST_PAD, NORM
+    )
+    first, second = rotate(first, second, cos, sin, source.dtype.element_ty, HALF, HALF_PAD)
+    place = out + (tl.arange(0, H_PAD) * HEAD_DIM)[:, None]
     d = tl.arange(0, HALF_PAD)
-    place = out + (h * HEAD_DIM)[:, None] + d[None, :]
-    tl.store(place, first.to(out.dtype.element_ty), mask=mask)
-    tl.store(place + HALF, second.to(out.dtype.element_ty), mask=mask)
+    tl.store(place + d[None, :], first.to(out.dtype.element_ty), mask=mask)
+    tl.store(place + HALF + d[None, :], second.to(out.dtype.element_ty), mask=mask)
     if HEAD_DIM > 2 * HALF:
         rest = 2 * HALF + tl.arange(0, REST_PAD)
-        mask = (h < HEADS)[:, None] & (rest < HEAD_DIM)[None, :]
-        x = tl.load(source + (h * source_head)[:, None] + rest[None, :], mask=mask)
-        tl.store(out + (h * HEAD_DIM)[:, None] + rest[None, :], x, mask=mask)
+        tl.store(place + rest[None, :], third.to(out.dtype.element_ty), mask=rest_mask)
 
 
 @triton.jit
 def store_rotated(
-    source, source_head, cos, sin, pool, scales, slot, block_stride, head_stride, slot_stride, scale_block_stride,
+    source, source_head, cos, sin, weight, eps, pool, scales, slot, block_stride, head_stride, slot_stride,
+    scale_block_stride,
     KV_HEADS: tl.constexpr, K_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr,
-    REST_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, QUANT: tl.constexpr,
+    REST_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, QUANT: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """Rotates one token's key heads [K, D] and stores them at its slot."""
-    first, second, mask = load_rotated(source, source_head, cos, sin, KV_HEADS, K_PAD, HALF, HALF_PAD)
+    first, second, third, mask, rest_mask = load_heads(
+        source, source_head, weight, eps, KV_HEADS, K_PAD, HEAD_DIM, HALF, HALF_PAD, REST_PAD, NORM
+    )
+    first, second = rotate(first, second, cos, sin, source.dtype.element_ty, HALF, HALF_PAD)
     h = tl.arange(0, K_PAD)
     d = tl.arange(0, HALF_PAD)
     rest = 2 * HALF + tl.arange(0, REST_PAD)
-    rest_mask = (h < KV_HEADS)[:, None] & (rest < HEAD_DIM)[None, :]
-    third = tl.load(source + (h * source_head)[:, None] + rest[None, :], mask=rest_mask, other=0.0).to(tl.float32)
     block = slot // BLOCK_SIZE
     offset = slot % BLOCK_SIZE
     scale = tl.full([K_PAD], 1.0, tl.float32)
@@ -142,31 +166,31 @@ def write_kv(
 
 @triton.jit
 def rope_write_kv(
-    out, query, key, value, cos, sin, keys, values, key_scales, value_scales, slots,
+    out, query, key, value, cos, sin, query_weight, key_weight, keys, values, key_scales, value_scales, slots,
     query_token, query_head, key_token, key_head, value_token, value_head, cos_token, sin_token,
-    block_stride, head_stride, slot_stride, scale_block_stride,
+    block_stride, head_stride, slot_stride, scale_block_stride, eps,
     HEADS: tl.constexpr, H_PAD: tl.constexpr, KV_HEADS: tl.constexpr, K_PAD: tl.constexpr, HEAD_DIM: tl.constexpr,
     D_PAD: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    QUANT: tl.constexpr,
+    QUANT: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (tokens, 3): queries into ``out``, keys and values into the pool."""
+    """Grid: (tokens, 3): queries into ``out``, keys and values into the pool. NORM: of each head before."""
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     cos += token * cos_token
     sin += token * sin_token
     if part == 0:
         rotate_heads(
-            out + token * HEADS * HEAD_DIM, query + token * query_token, query_head, cos, sin,
-            HEADS, H_PAD, HEAD_DIM, HALF, HALF_PAD, REST_PAD,
+            out + token * HEADS * HEAD_DIM, query + token * query_token, query_head, cos, sin, query_weight, eps,
+            HEADS, H_PAD, HEAD_DIM, HALF, HALF_PAD, REST_PAD, NORM,
         )  # fmt: skip
     else:
         slot = tl.load(slots + token)
         if slot >= 0:
             if part == 1:
                 store_rotated(
-                    key + token * key_token, key_head, cos, sin, keys, key_scales, slot, block_stride, head_stride,
-                    slot_stride, scale_block_stride, KV_HEADS, K_PAD, HEAD_DIM, HALF, HALF_PAD, REST_PAD, BLOCK_SIZE,
-                    QUANT,
+                    key + token * key_token, key_head, cos, sin, key_weight, eps, keys, key_scales, slot, block_stride,
+                    head_stride, slot_stride, scale_block_stride, KV_HEADS, K_PAD, HEAD_DIM, HALF, HALF_PAD, REST_PAD,
+                    BLOCK_SIZE, QUANT, NORM,
                 )  # fmt: skip
             else:
                 store_heads(

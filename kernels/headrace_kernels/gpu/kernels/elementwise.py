@@ -1,4 +1,4 @@
-"""Norms and activation: a program computes whole rows, so a row's result does not depend on its batch."""
+"""Norms, activation, rotary angles: a program computes whole rows, so a row's result does not depend on its batch."""
 
 import triton
 import triton.language as tl
@@ -27,6 +27,26 @@ def rms_norm(
     normed = (wide * factor[:, None]).to(x.dtype.element_ty).to(tl.float32)
     scale = tl.load(weight + n, mask=n < N, other=0.0).to(tl.float32)
     tl.store(out + flat, (normed * scale[None, :]).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def rope_angles(
+    cos_out, sin_out, positions, position_stride, frequencies, factor, HALF: tl.constexpr, HALF_PAD: tl.constexpr
+):
+    """cos and sin [T, 2 HALF] of a position's angles, twice side by side. Grid: (T)."""
+    token = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, HALF_PAD)
+    mask = d < HALF
+    angles = tl.load(positions + token * position_stride).to(tl.float32) * tl.load(
+        frequencies + d, mask=mask, other=0.0
+    )
+    cos = (tl.cos(angles) * factor).to(cos_out.dtype.element_ty)
+    sin = (tl.sin(angles) * factor).to(sin_out.dtype.element_ty)
+    into = token * 2 * HALF + d
+    tl.store(cos_out + into, cos, mask=mask)
+    tl.store(cos_out + into + HALF, cos, mask=mask)
+    tl.store(sin_out + into, sin, mask=mask)
+    tl.store(sin_out + into + HALF, sin, mask=mask)
 
 
 @triton.jit

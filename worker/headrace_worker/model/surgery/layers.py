@@ -1,4 +1,4 @@
-"""A pre-norm decoder layer with the residual addition inside the second norm."""
+"""Pre-norm decoder layers with the residual additions inside the norms."""
 
 from typing import Any
 
@@ -35,15 +35,44 @@ class FusedLayer(nn.Module):
 
     def forward(self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **_: Any) -> Tensor:
         """hidden_states [1, T, N] -> [1, T, N]."""
-        attended, _weights = self.self_attn(self.first_norm(hidden_states), position_embeddings)
+        result, residual = self.branches(self.first_norm(hidden_states), hidden_states, position_embeddings)
+        return residual + result
+
+    def branches(
+        self, normed: Tensor, residual: Tensor, position_embeddings: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """normed: of residual, both [1, T, N] -> (the result of the MLP, what it is to be added to)."""
+        attended, _weights = self.self_attn(normed, position_embeddings)
         attended = self._branch(attended, self.attention_norm)
-        normed, residual = ops.add_rms_norm(attended, hidden_states, self.second_norm.weight, self.second_norm.eps)
-        return residual + self._branch(self.mlp(normed), self.mlp_norm)
+        normed, residual = ops.add_rms_norm(attended, residual, self.second_norm.weight, self.second_norm.eps)
+        return self._branch(self.mlp(normed), self.mlp_norm), residual
 
     def _branch(self, result: Tensor, norm: FusedRmsNorm | None) -> Tensor:
         if norm is not None:
             result = norm(result)
         return result if self.factor == 1.0 else result * self.factor
+
+
+class JoinedLayers(nn.Module):
+    """Adjacent layers that get the same arguments: the first norm of each adds the result of the one before."""
+
+    def __init__(self, layers: list[FusedLayer]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **_: Any) -> Tensor:
+        """hidden_states [1, T, N] -> [1, T, N]."""
+        result, residual = None, hidden_states
+        for layer in self.layers:
+            assert isinstance(layer, FusedLayer)
+            norm = layer.first_norm
+            if result is None:
+                normed: Tensor = norm(residual)
+            else:
+                normed, residual = ops.add_rms_norm(result, residual, norm.weight, norm.eps)
+            result, residual = layer.branches(normed, residual, position_embeddings)
+        assert result is not None
+        return residual + result
 
 
 def fuse_layer(module: nn.Module, window: int, verify: bool) -> FusedLayer | None:

@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from headrace_kernels.cpu import library
 from headrace_kernels.cpu.layers import Branch, LayerPool, Layers, LayerWeights, Norm, Product
 from headrace_worker.model.attention import current_step
 from headrace_worker.model.packable import PackedLinear
@@ -20,7 +19,6 @@ class NativeLayers(nn.Module):
 
     def __init__(self, layers: list[FusedLayer], weights: list[LayerWeights]) -> None:
         super().__init__()
-        _copy_attributes(layers[0], self)
         self.layers = nn.ModuleList(layers)
         self._indexes = [layer.self_attn.layer_idx for layer in layers]
         self.weights = tuple(weights)
@@ -44,62 +42,6 @@ class NativeLayers(nn.Module):
             hidden_states, values = self._native(hidden_states, step.metas, cos, sin, only=place)
             step.written(index, values[0])
         return hidden_states
-
-
-class _Passed(nn.Module):
-    """In place of a layer that an earlier module computes."""
-
-    def __init__(self, original: nn.Module) -> None:
-        super().__init__()
-        _copy_attributes(original, self)
-
-    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        """The same hidden states."""
-        return hidden_states
-
-
-def join_layers(model: nn.Module) -> int:
-    """Replace each run of layers that C++ can compute; returns how many layers are in such runs."""
-    if library.missing() is not None:
-        return 0
-    count = 0
-    for layers in [module for module in model.modules() if isinstance(module, nn.ModuleList)]:
-        run: list[tuple[FusedLayer, LayerWeights]] = []
-        for end in range(len(layers) + 1):
-            layer = layers[end] if end < len(layers) else None
-            weights = native_weights(layer) if isinstance(layer, FusedLayer) else None
-            if run and (weights is None or not _continues(model, run[-1], layer, weights)):
-                start = end - len(run)
-                native = NativeLayers([one for one, _ in run], [weights for _, weights in run])
-                for place in range(start, end):
-                    layers[place] = _Passed(layers[place])
-                layers[start] = native.eval()
-                if len(run) == len(layers):
-                    del layers[1:]  # a model's forward calls what is there
-                count += len(run)
-                run = []
-            if weights is not None:
-                assert isinstance(layer, FusedLayer)
-                run.append((layer, weights))
-    return count
-
-
-def _continues(model: nn.Module, last: tuple[FusedLayer, LayerWeights], layer: Any, weights: LayerWeights) -> bool:
-    """Whether a layer gets the same arguments as the one before, and has its shape."""
-    before, shape = last
-
-    def of(one: LayerWeights) -> tuple[int, ...]:
-        parts = (one.qkv, one.out, one.gate_up, one.down)
-        return (one.heads, one.kv_heads, one.head_dim, *(n for p in parts for n in (p.weight.outputs, p.weight.inputs)))
-
-    return _kind(model, before) == _kind(model, layer) and of(shape) == of(weights)
-
-
-def _kind(model: nn.Module, layer: FusedLayer) -> object:
-    """What a model's forward may choose a layer's arguments by."""
-    types = getattr(getattr(model, "config", None), "layer_types", None)
-    own = types[layer.self_attn.layer_idx] if types else None
-    return own, getattr(layer, "attention_type", None), getattr(layer, "layer_type", None)
 
 
 def native_weights(layer: FusedLayer) -> LayerWeights | None:
@@ -127,10 +69,3 @@ def native_weights(layer: FusedLayer) -> LayerWeights | None:
 
 def _norm(norm: nn.Module | None) -> Norm | None:
     return Norm(norm.weight.detach(), norm.eps) if isinstance(norm, FusedRmsNorm) else None
-
-
-def _copy_attributes(original: nn.Module, to: nn.Module) -> None:
-    """A model's forward may read plain attributes of its layers, such as their attention type."""
-    for name, value in vars(original).items():
-        if not name.startswith("_") and name != "training":
-            setattr(to, name, value)

@@ -12,12 +12,13 @@ from headrace_kernels.cpu import library
 from headrace_worker.model.cache_layout import layer_windows
 from headrace_worker.model.packable import reads_weight
 from headrace_worker.model.surgery.experts import fuse_experts, fuse_shared_experts
+from headrace_worker.model.surgery.joined import join_layers
 from headrace_worker.model.surgery.layers import fuse_layer
 from headrace_worker.model.surgery.linears import check_invariant, make_linear_invariant, pack_left_factor, pack_linear
 from headrace_worker.model.surgery.mlp import fuse_mlp
-from headrace_worker.model.surgery.native import join_layers
 from headrace_worker.model.surgery.norms import fuse_norm
 from headrace_worker.model.surgery.recurrent import fuse_delta_net
+from headrace_worker.model.surgery.rotary import fuse_rotary
 from headrace_worker.model.surgery.self_attention import fuse_attention
 
 
@@ -30,13 +31,14 @@ class SurgeryPlan:
     mlp: bool = True
     layers: bool = True  # needs norms and attention
     linears: bool = True
-    native: bool = True  # needs layers and linears
+    joined: bool = True  # needs layers
+    native: bool = True  # by C++ where it can compute them; needs linears
     bf16: bool = False  # inputs of products with packed weights are rounded to bfloat16
     deterministic: bool = False  # linears whose rows do not depend on their batch, and no other products
 
     @staticmethod
     def none() -> "SurgeryPlan":
-        return SurgeryPlan(norms=False, attention=False, mlp=False, layers=False, linears=False, native=False)
+        return SurgeryPlan(norms=False, attention=False, mlp=False, layers=False, linears=False, joined=False)
 
 
 @torch.no_grad()
@@ -51,6 +53,7 @@ def apply(model: PreTrainedModel, plan: SurgeryPlan) -> list[str]:
     packs = plan.mlp and plan.linears and library.missing() is None
     pieces: list[tuple[bool, str, Callable[[nn.Module], nn.Module | None]]] = [
         (plan.norms, "norms", fuse_norm),
+        (plan.norms, "rotary embeddings", fuse_rotary),
         (plan.attention, "attentions", _Once(fuse_attention, window_of)),
         (plan.attention, "DeltaNets", _Once(fuse_delta_net, window_of)),
         (plan.mlp, "MLPs", _Once(lambda module, _window, verify: fuse_mlp(module, verify), window_of)),
@@ -66,12 +69,16 @@ def apply(model: PreTrainedModel, plan: SurgeryPlan) -> list[str]:
     counts = {name: _replace(model, fuse) for wanted, name, fuse in pieces if wanted}
     if plan.linears:
         counts["left factors"] = _replace_left_factors(model)
-    if plan.native:
-        counts["layers in one call"] = join_layers(model)
     if plan.deterministic:
         check_invariant(model)
     changed = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
     return [f"Fused from outside: {changed}."] if changed else []
+
+
+@torch.no_grad()
+def join(model: PreTrainedModel, plan: SurgeryPlan) -> list[str]:
+    """Replace runs of fused layers by one module each, once all layers are complete; returns a sentence about them."""
+    return [str(join_layers(model, plan.native))] if plan.joined else []
 
 
 class _Once:

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import headrace_kernels.ops as ops
+from headrace_kernels.meta import HeadNorms
 from headrace_worker.model.attention import attend
 from headrace_worker.model.surgery.linears import is_plain, merge_linears, take_outputs
+from headrace_worker.model.surgery.norms import FusedRmsNorm
 from headrace_worker.model.surgery.verify import TOKENS, TinyStep, agrees, random_input
 
 _PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -55,18 +57,27 @@ class FusedAttention(nn.Module):
         gates = self.heads if self.gated else 0
         heads = self.qkv_proj(hidden_states).view(tokens, self.heads + 2 * self.kv_heads + gates, self.head_dim)
         query, key, value, gate = heads.split((self.heads, self.kv_heads, self.kv_heads, gates), 1)
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
         rope = None if position_embeddings is None else (position_embeddings[0][0], position_embeddings[1][0])
+        norms = None if rope is None else self._norms()
+        if norms is None and self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
         out = attend(
-            self.layer_idx, query, key, value, scale=self.scaling, softcap=self.softcap, sinks=self.sinks, rope=rope
-        )
+            self.layer_idx, query, key, value, scale=self.scaling, softcap=self.softcap, sinks=self.sinks, rope=rope,
+            norms=norms,
+        )  # fmt: skip
         if self.g_proj is not None:
             out = out.view(tokens, self.heads, self.head_dim) * ops.sigmoid(self.g_proj(hidden_states[0]))[:, :, None]
         out = out.view(1, tokens, self.heads * self.head_dim)
         if self.gated:
             out = out * ops.sigmoid(gate.flatten(1))
         return self.o_proj(out), None
+
+    def _norms(self) -> HeadNorms | None:
+        """The norms of queries and keys, if they can be computed with the rotation."""
+        query, key = self.q_norm, self.k_norm
+        if not isinstance(query, FusedRmsNorm) or not isinstance(key, FusedRmsNorm) or query.eps != key.eps:
+            return None
+        return HeadNorms(query.weight, key.weight, query.eps)
 
 
 def fuse_attention(module: nn.Module, window: int, verify: bool) -> FusedAttention | None:
