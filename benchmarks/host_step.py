@@ -1,10 +1,12 @@
 """The host's part of a step without a model, by function: a GPU waits for it when the host is slow.
 
-    python benchmarks/host_step.py [--running 1,32,256] [--sampling greedy,mixed] [--steps 400] [--profile] [--save]
+    python benchmarks/host_step.py [--running 1,32,256] [--sampling greedy,mixed] [--max-len 2048] [--steps 400]
+        [--profile] [--save]
 
 A real engine loop over a model without arithmetic: it returns the same logits at once, over so small a vocabulary that
-sampling costs calls, not arithmetic. Decode steps of requests with 100 to 600 tokens, on CPU tensors; copies to a GPU
-and its launches are not included (benchmarks/gpu.py measures the gap there).
+sampling costs calls, not arithmetic. Decode steps of requests with 100 to 600 tokens, on a device that takes the paths
+of a GPU, recorded steps included: copies to it are copies in memory, and launches are not included (benchmarks/gpu.py
+measures the gap there). --max-len: the limit of tokens of a request, for which tables are.
 
 `step` is one turn of the loop without the model's call. `plan to ranks` (several ranks only) is part of a step there;
 `deliver` runs on the thread of the gRPC server, under the same interpreter lock.
@@ -18,11 +20,11 @@ import os
 import pstats
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from random import Random
 from statistics import median
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import machine
 import torch
@@ -49,7 +51,8 @@ from headrace_worker.runner.runner import Runner
 from headrace_worker.server.convert import to_load
 from headrace_worker.server.outbox import Outbox
 
-ROWS, VOCABULARY, BLOCK_SIZE, MAX_LEN = 256, 128, 16, 2048
+ROWS, VOCABULARY, BLOCK_SIZE = 256, 128, 16
+T = TypeVar("T")
 LAYOUT = CacheLayout(BLOCK_SIZE, (CacheGroupSpec(0, (0,), 1, 1, 0),), 4)
 PARTS = ("expire", "schedule", "prepare", "sample", "apply_tokens", "collect", "observe", "process", "load")
 
@@ -62,16 +65,54 @@ class NoModel(nn.Module):
     def forward(self, logits_to_keep: Tensor) -> None: ...
 
 
+class CountingDevice(CpuDevice):
+    """Counts the bytes that are sent to it."""
+
+    asynchronous = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent = 0
+
+    def upload(self, tensor: Tensor) -> Tensor:
+        self.sent += tensor.nbytes
+        return tensor.clone()
+
+    def upload_into(self, target: Tensor, tensor: Tensor) -> None:
+        self.sent += tensor.nbytes
+        super().upload_into(target, tensor)
+
+
+class FixedSteps:
+    """Recorded steps that return the same."""
+
+    def __init__(self, outputs: Sequence[Tensor]) -> None:
+        self._outputs = outputs
+
+    def allocate(self, make: Callable[[], T]) -> T:
+        return make()
+
+    def warm_up(self, step: Callable[[], object]) -> None: ...
+
+    def record(self, step: Callable[[], Sequence[Tensor]]) -> tuple[Callable[[], None], Sequence[Tensor]]:
+        return lambda: None, self._outputs
+
+    def seconds(self, replay: Callable[[], None]) -> float:
+        return 1.0
+
+
 class FixedRunner(Runner):
     """A runner without a model."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_len: int) -> None:
+        self.counting = CountingDevice()
         model: Any = SimpleNamespace(
-            layout=LAYOUT, device=CpuDevice(), dtype=torch.float32, module=NoModel(), parallel=SINGLE
+            layout=LAYOUT, device=self.counting, dtype=torch.float32, module=NoModel(), parallel=SINGLE
         )
         model.vocab_size, model.deterministic = VOCABULARY, False
-        super().__init__(model, KVPools.of(model, 20_000), max_rows=ROWS, max_len=MAX_LEN)
+        super().__init__(model, KVPools.of(model, 20_000), max_rows=ROWS, max_len=max_len)
         self._logits = torch.rand(ROWS, VOCABULARY)
+        self.record(FixedSteps((self._logits, torch.zeros(ROWS, dtype=torch.int64), torch.zeros(ROWS))))
         self.plan: StepPlan | None = None
 
     def prepare(self, plan: StepPlan) -> Batch | None:
@@ -116,12 +157,13 @@ class Times:
 class Bench:
     """An engine loop without its thread, and one router's outbox."""
 
-    def __init__(self, running: int, sampling: str, steps: int) -> None:
+    def __init__(self, running: int, sampling: str, max_len: int, steps: int) -> None:
         random = Random(0)
         scope = ModelScope("m", "r", "float32", "float32")
         self.kv = KVManager(LAYOUT, 20_000, BlockHasher(derive_key(b"k")), scope)
         self.scheduler = Scheduler(SchedulerLimits(ROWS, 2048, ReplicaConfig.max_waiting), self.kv, time.monotonic)
-        self.runner = FixedRunner()
+        self.max_len = max_len
+        self.runner = FixedRunner(max_len)
         self.engine = Engine(self.scheduler, self.runner, time.monotonic)
         self.report: StepReport | None = None
         self.loop = EngineLoop(self.engine, self._take, CommandQueue())
@@ -152,7 +194,7 @@ class Bench:
             attempt_id=os.urandom(16),
             tokens=[random.randrange(VOCABULARY) for _ in range(length)],
             prompt_len=length,
-            max_len=min(MAX_LEN, length + steps + 200),
+            max_len=min(self.max_len, length + steps + 200),
             sampling=options,
             stop_ids=frozenset(),
             chain=self.kv.start_chain(b"", ""),
@@ -183,6 +225,7 @@ class Bench:
         times.watch(self.engine, "load")
         extra = Times()
         extra.watch(self, "deliver", "encode")
+        sent = self.runner.counting.sent
         for _ in range(steps):
             began = time.perf_counter()
             self.loop._run_once()
@@ -190,6 +233,7 @@ class Bench:
             self.deliver()
             self.encode()
             extra.close(0)
+        self.sent = (self.runner.counting.sent - sent) / steps
         found = {name: times.all[name] for name in PARTS}
         found["rest"] = [
             total - sum(parts)
@@ -221,6 +265,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--running", default="1,32,256", help="requests that decode, at most 256")
     parser.add_argument("--sampling", default="greedy,mixed")
+    parser.add_argument("--max-len", type=int, default=2048, help="tokens of a request")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument(
         "--profile", action="store_true", help="time of a step by function (cProfile, which adds overhead)"
@@ -229,14 +274,16 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     result: dict[str, dict[str, dict[str, float]]] = {}
+    sent: dict[str, float] = {}
     for sampling in arguments.sampling.split(","):
         for running in map(int, arguments.running.split(",")):
-            bench = Bench(running, sampling, arguments.steps)
+            bench = Bench(running, sampling, arguments.max_len, arguments.steps)
             if arguments.profile:
                 print(f"{running} running, {sampling}")
                 bench.profile(arguments.steps)
             else:
                 result[f"{running} {sampling}"] = bench.measure(arguments.steps)
+                sent[f"{running} {sampling}"] = round(bench.sent)
             bench.close()
     if arguments.profile:
         return
@@ -244,8 +291,9 @@ def main() -> None:
     for part in next(iter(result.values())):
         cells = (f"{found[part]['p50_us']:.0f} / {found[part]['p99_us']:.0f}" for found in result.values())
         print(f"{part:<16s}{''.join(f'{cell:>20s}' for cell in cells)}")
+    print(f"{'bytes sent':<16s}{''.join(f'{count:>20.0f}' for count in sent.values())}")
     if arguments.save:
-        print(machine.save("host_step", {"microseconds": result, "steps": arguments.steps}))
+        print(machine.save("host_step", {"microseconds": result, "bytes": sent, "max_len": arguments.max_len}))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ Legend of shape letters in this package: T tokens of the step, S sequences, H qu
 size, B blocks of the pool, P positions per block, M entries of a block table, V vocabulary, R sampled rows.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -21,12 +21,20 @@ class AttentionMeta:
 
     query_starts: Tensor  # [S + 1] int32
     seq_lens: Tensor  # [S] int32, keys per sequence, this step's tokens included
-    block_tables: Tensor  # [S, M] int32
+    block_tables: Tensor  # [S, M] int32; with `rows`, of more sequences than the step's
     slots: Tensor  # [T] int64, block * P + offset of each new token; negative = write nothing
     max_query_len: int
     max_seq_len: int
+    rows: Tensor | None = None  # [S] int32, of block_tables, whose row s is that of sequence s if None
     # Of a backend, made from the tensors: to be cleared when those change.
     plans: dict[Any, Any] = field(default_factory=dict, init=False)
+
+    def gathered(self, block_size: int) -> "AttentionMeta":
+        """With the step's own tables, for backends that do not know `rows`."""
+        if self.rows is None:
+            return self
+        entries = -(-self.max_seq_len // block_size)
+        return replace(self, block_tables=self.block_tables[:, :entries].index_select(0, self.rows), rows=None)
 
 
 @dataclass(frozen=True, slots=True)

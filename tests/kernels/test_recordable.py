@@ -14,18 +14,20 @@ BACKENDS = catalog.PAGED_ATTENTION.available()
 def _padded(
     case: Case, tokens: int, sequences: int, entries: int, max_query_len: int, max_seq_len: int
 ) -> tuple[torch.Tensor, AttentionMeta]:
-    """The same batch in larger buffers: tokens of no sequence, sequences of no token."""
+    """The same batch in larger buffers: tokens of no sequence, sequences of no token, tables of all rows."""
     meta, count = case.meta, case.query.shape[0]
     query = torch.full((tokens, *case.query.shape[1:]), float("nan"))
     query[:count] = case.query
-    tables = torch.zeros(sequences, entries, dtype=torch.int32)
-    tables[: len(case.lens), : meta.block_tables.shape[1]] = meta.block_tables
+    tables = torch.full((2 * sequences, entries), 1 << 20, dtype=torch.int32)  # of other rows, and earlier sequences
+    rows = torch.full((sequences,), 2 * sequences - 1, dtype=torch.int32)
+    rows[: len(case.lens)] = torch.randperm(2 * sequences - 1)[: len(case.lens)]
+    tables[rows[: len(case.lens)].long(), : meta.block_tables.shape[1]] = meta.block_tables
     starts = torch.full((sequences + 1,), count, dtype=torch.int32)
     starts[: len(case.lens) + 1] = meta.query_starts
     lens = torch.zeros(sequences, dtype=torch.int32)
     lens[: len(case.lens)] = meta.seq_lens
     slots = torch.full((tokens,), -1, dtype=torch.int64)
-    return query, AttentionMeta(starts, lens, tables, slots, max_query_len, max_seq_len)
+    return query, AttentionMeta(starts, lens, tables, slots, max_query_len, max_seq_len, rows)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -44,6 +46,8 @@ def test_padding_changes_nothing(
 ) -> None:
     case = make_attention_case(lens, heads=6, kv_heads=2, head_dim=32, window=window)
     query, meta = _padded(case, tokens, sequences, 16, longest, 256)
+    if backend == "torch":
+        meta = meta.gathered(case.pool.shape[3])
     out = catalog.PAGED_ATTENTION.named(backend)(query, case.pool, meta, scale=0.2, window=window)
     count = case.query.shape[0]
     torch.testing.assert_close(out[:count], case.naive(0.2, window).float(), atol=2e-6, rtol=1e-5)

@@ -27,6 +27,7 @@ def paged_attention(
 ) -> Tensor:
     """See ``headrace_kernels.ops.paged_attention``; always deterministic."""
     check_attention(query, pool, meta, sinks, window)
+    meta = meta.gathered(pool.shape[3])
     if _fits(query, pool, meta):
         tokens, heads, head_dim = query.shape
         query = query if query.stride(2) == 1 else query.contiguous()

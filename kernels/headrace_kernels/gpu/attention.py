@@ -67,8 +67,8 @@ def paged_attention(
     check_attention(query, pool, meta, sinks, window)
     if not _fits(query, pool, meta):
         return reference.paged_attention(
-            query, pool, meta, scale=scale, window=window, softcap=softcap, sinks=sinks, kv_scale=kv_scale,
-            deterministic=deterministic,
+            query, pool, meta.gathered(pool.shape[3]), scale=scale, window=window, softcap=softcap, sinks=sinks,
+            kv_scale=kv_scale, deterministic=deterministic,
         )  # fmt: skip
     launch = _Launch(query, pool, meta, scale, window, softcap, sinks, kv_scale)
     return launch.run_ordered() if deterministic else launch.run()
@@ -77,7 +77,9 @@ def paged_attention(
 def _fits(query: Tensor, pool: Tensor, meta: AttentionMeta) -> bool:
     known = query.dtype in FLOATS and (pool.dtype in FLOATS or quantization(pool) != 0)
     small = query.shape[2] <= _LARGEST_HEAD and query.shape[1] // pool.shape[2] <= _LARGEST_GROUP
-    plain = pool.stride(-1) == 1 and meta.query_starts.is_contiguous() and meta.seq_lens.is_contiguous()
+    starts, lens = meta.query_starts, meta.seq_lens
+    plain = pool.stride(-1) == 1 and starts.is_contiguous() and lens.is_contiguous()
+    plain = plain and (meta.rows is None or meta.rows.is_contiguous())
     return known and small and plain
 
 
@@ -104,6 +106,7 @@ class _Launch:
         self.scale = scale / softcap if softcap else scale * LOG2_E
         self.softcap = softcap * LOG2_E
         self.tables = rows(meta.block_tables)
+        self.table_rows = meta.seq_lens if meta.rows is None else meta.rows  # or not read
         self.padded = max(16, power_of_2(self.head_dim))
         self.compute = _compute_dtype(query.dtype, pool.dtype)
         self.out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -182,11 +185,12 @@ class _Launch:
         attend.attend[(planned.pieces.shape[0], self.kv_heads)](
             self.out, planned.pieces, planned.counters, planned.mixed, planned.peaks, planned.totals, self.query,
             *halves(pool, self.kv_scale), self._sinks(),
-            meta.query_starts, meta.seq_lens, self.tables, self.scale, self.softcap, self.window,
+            meta.query_starts, meta.seq_lens, self.tables, self.table_rows, self.scale, self.softcap, self.window,
             self.sequences, self.tokens, self.query.stride(0), self.query.stride(1), self.tables.stride(0),
             pool.stride(1), pool.stride(2), pool.stride(3), 0 if self.kv_scale is None else self.kv_scale.stride(1),
             HEADS=self.heads, GROUP=self.group, HEAD_DIM=self.head_dim, D_PAD=self.padded, BLOCK_SIZE=self.block_size,
             TILE_TOKENS=tiles.tokens, BLOCK_M=tiles.rows, BLOCK_N=tiles.keys, ZERO_TAIL=zero_tail,
+            HAS_ROWS=meta.rows is not None,
             HAS_WINDOW=self.window > 0, HAS_SOFTCAP=self.softcap > 0, HAS_SINKS=self.sinks is not None,
             QUANT=quantization(pool), COMPUTE=self.compute, PRECISION="ieee", num_warps=tiles.warps,
             num_stages=tiles.stages,
@@ -223,12 +227,13 @@ class _Launch:
         meta, pool = self.meta, self.pool
         ordered.attend_ordered[grid](
             self.out, *parts, self.query, *halves(pool, self.kv_scale), self._sinks(),
-            meta.query_starts, meta.seq_lens, self.tables, self.scale, self.softcap, self.window,
+            meta.query_starts, meta.seq_lens, self.tables, self.table_rows, self.scale, self.softcap, self.window,
             self.sequences, self.tokens, splits, self.query.stride(0), self.query.stride(1), self.tables.stride(0),
             pool.stride(1), pool.stride(2), pool.stride(3), 0 if self.kv_scale is None else self.kv_scale.stride(1),
             HEADS=self.heads, GROUP=self.group, HEAD_DIM=self.head_dim, D_PAD=self.padded, BLOCK_SIZE=self.block_size,
             TILE_TOKENS=tiles.tokens, BLOCK_M=tiles.rows, BLOCK_N=tiles.keys,
-            CHUNK=CHUNK, SHORT=short, SPLIT=split, ZERO_TAIL=zero_tail, HAS_WINDOW=self.window > 0,
+            CHUNK=CHUNK, SHORT=short, SPLIT=split, ZERO_TAIL=zero_tail,
+            HAS_ROWS=meta.rows is not None, HAS_WINDOW=self.window > 0,
             HAS_SOFTCAP=self.softcap > 0, HAS_SINKS=self.sinks is not None, QUANT=quantization(pool),
             COMPUTE=self.compute, PRECISION="ieee", num_warps=tiles.warps, num_stages=tiles.stages,
             enable_fp_fusion=False,

@@ -24,6 +24,7 @@ class Batch:
     token_rows: Tensor  # [T] int64
     positions: Tensor  # [T] int64
     metas: list[AttentionMeta]  # by cache group
+    changes: tuple[Tensor, Tensor]  # of block tables, see RowState.take_changes; a recorded step stores them
     states: StateMeta
     sample_index: Tensor  # [R + P] int64: index of each sampled row's last token among the T, then of scored positions
     drawn_rows: Tensor  # [R] int64: rows of the tokens to sample
@@ -43,7 +44,9 @@ class HostBatch:
     positions: NDArray[np.int64]  # [T]
     query_starts: NDArray[np.int32]  # [S + 1]
     seq_lens: NDArray[np.int32]  # [S]
-    tables: list[NDArray[np.int32]]  # by cache group: [S, M]
+    table_rows: NDArray[np.int32]  # [S]
+    changed_places: NDArray[np.int64]  # of block tables
+    changed_blocks: NDArray[np.int32]
     slots: list[NDArray[np.int64]]  # by cache group: [T]
     state_starts: NDArray[np.int32]  # [pieces + 1]: the tokens of each piece that recurrent layers compute
     state_slots: NDArray[np.int32]  # [2, pieces]: read, written
@@ -66,25 +69,27 @@ class HostBatch:
             self.scored,
             self.query_starts,
             self.seq_lens,
+            self.table_rows,
+            self.changed_places,
+            self.changed_blocks,
             self.state_starts,
             self.state_slots,
-            *self.tables,
             *self.slots,
         ]
 
-    def over(self, tensors: Sequence[Tensor]) -> Batch:
-        """A batch of `arrays` that were copied to the device."""
+    def over(self, tensors: Sequence[Tensor], tables: Tensor) -> Batch:
+        """A batch of `arrays` that were copied to the device, where all rows' tables are."""
         token_rows, positions, sample_index, drawn_rows, drawn_positions, scored, *rest = tensors
-        query_starts, seq_lens, state_starts, state_slots, *rest = rest
-        groups = len(self.tables)
+        query_starts, seq_lens, rows, places, blocks, state_starts, state_slots, *rest = rest
         metas = [
-            AttentionMeta(query_starts, seq_lens, table, slots, self.max_query_len, self.max_seq_len)
-            for table, slots in zip(rest[:groups], rest[groups:], strict=True)
+            AttentionMeta(query_starts, seq_lens, table, slots, self.max_query_len, self.max_seq_len, rows)
+            for table, slots in zip(tables, rest, strict=True)
         ]
         return Batch(
             token_rows,
             positions,
             metas,
+            (places, blocks),
             StateMeta(state_starts, state_slots[0], state_slots[1]),
             sample_index,
             drawn_rows,
@@ -96,35 +101,33 @@ class HostBatch:
         )
 
     def padded(
-        self, tokens: int, sequences: int, entries: int, max_query_len: int, max_seq_len: int, spare_row: int
+        self, tokens: int, sequences: int, changes: int, max_query_len: int, max_seq_len: int, rows: RowState
     ) -> "HostBatch":
-        """Padded to a batch of so many tokens and sequences, every one of which counts as sampled.
+        """Padded to a batch of so many tokens, sequences, every one of which counts as sampled, and changes of tables.
 
         Added tokens belong to no sequence and have slot -1, which is not written; added sequences are empty, and what
-        is drawn for them is stored in the spare row.
+        is drawn for them is stored in the spare row, as are added changes.
         """
         more = tokens - len(self.token_rows)
         empty = sequences - len(self.seq_lens)
         no_pieces = PIECES * sequences - self.state_slots.shape[1]
         undrawn = sequences - len(self.sample_index)
+        unchanged = changes - len(self.changed_places)
         slots = [_longer(entry, more, -1) for entry in self.slots]
-        tables = []
-        for table in self.tables:
-            wide = np.full((sequences, entries), NULL_BLOCK, np.int32)
-            wide[: table.shape[0], : table.shape[1]] = table
-            tables.append(wide)
         return replace(
             self,
             token_rows=_longer(self.token_rows, more, 0),
             positions=_longer(self.positions, more, 0),
             query_starts=_longer(self.query_starts, empty, int(self.query_starts[-1])),
             seq_lens=_longer(self.seq_lens, empty, 0),
-            tables=tables,
+            table_rows=_longer(self.table_rows, empty, rows.spare),
+            changed_places=_longer(self.changed_places, unchanged, rows.spare_place),
+            changed_blocks=_longer(self.changed_blocks, unchanged, NULL_BLOCK),
             slots=slots,
             state_starts=_longer(self.state_starts, no_pieces, int(self.state_starts[-1])),
             state_slots=np.concatenate([self.state_slots, np.zeros((2, no_pieces), np.int32)], axis=1),
             sample_index=_longer(self.sample_index, undrawn, 0),
-            drawn_rows=_longer(self.drawn_rows, undrawn, spare_row),
+            drawn_rows=_longer(self.drawn_rows, undrawn, rows.spare),
             drawn_positions=_longer(self.drawn_positions, undrawn, 0),
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
@@ -134,6 +137,7 @@ class HostBatch:
 def flatten_work(work: Sequence[Work], rows: RowState, block_size: int, scores: bool = False) -> HostBatch:
     """Concatenate the sequences of the work. No loop over tokens, and nothing read back from the device.
 
+    It takes the changes of the rows' tables: they must be stored, whatever becomes of the batch.
     scores: whether some of it has `scored`.
     """
     size = len(work)  # a column at a time: an array of tuples takes twice as long
@@ -152,15 +156,16 @@ def flatten_work(work: Sequence[Work], rows: RowState, block_size: int, scores: 
         counts = np.fromiter([item.scored for item in work], np.int64, size)
         scored = np.repeat(offsets[:-1] + counts - np.cumsum(counts), counts) + np.arange(counts.sum())
     state_starts, state_slots = _state_pieces(work, offsets)
-    longest = int(end.max(initial=0))
-    entries = -(-longest // block_size)
+    places, blocks = rows.take_changes()
     entry, offset = np.divmod(positions, block_size)
     return HostBatch(
         token_rows=token_rows,
         positions=positions,
         query_starts=offsets.astype(np.int32),
         seq_lens=end.astype(np.int32),
-        tables=[table[row, :entries] for table in rows.tables],
+        table_rows=row.astype(np.int32),
+        changed_places=places,
+        changed_blocks=blocks,
         slots=[table[token_rows, entry].astype(np.int64) * block_size + offset for table in rows.tables],
         state_starts=state_starts,
         state_slots=state_slots,
@@ -169,7 +174,7 @@ def flatten_work(work: Sequence[Work], rows: RowState, block_size: int, scores: 
         drawn_positions=drawn_positions,
         scored=np.stack([token_rows[scored], positions[scored] + 1]),
         max_query_len=int(count.max(initial=0)),
-        max_seq_len=longest,
+        max_seq_len=int(end.max(initial=0)),
     )
 
 
@@ -193,10 +198,11 @@ def _state_pieces(work: Sequence[Work], offsets: NDArray[np.int64]) -> tuple[NDA
     return np.array(starts, np.int32), np.array([reads, writes], np.int32)
 
 
-def gather(work: Sequence[Work], rows: RowState, block_size: int, scores: bool = False) -> Batch:
-    """A batch of exactly this work, on the device of the rows."""
-    host = flatten_work(work, rows, block_size, scores)
-    return host.over(all_to_device(host.arrays, rows.device))
+def upload(host: HostBatch, rows: RowState) -> Batch:
+    """A batch of exactly this work, on the device of the rows, whose tables are current then."""
+    batch = host.over(all_to_device(host.arrays, rows.device), rows.device_tables)
+    rows.store_changes(*batch.changes)
+    return batch
 
 
 def _longer(array: NDArray[Any], more: int, value: int) -> NDArray[Any]:

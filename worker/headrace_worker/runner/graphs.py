@@ -17,9 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headrace_worker.core.plan import Work
 from headrace_worker.device.rank_device import GraphRecorder
-from headrace_worker.device.staging import pack, unpack
+from headrace_worker.device.staging import all_to_device, pack, unpack
 from headrace_worker.model.load import LoadedModel
 from headrace_worker.runner.batch import PIECES, Batch, HostBatch, flatten_work
 from headrace_worker.runner.rows import RowState
@@ -78,12 +77,11 @@ class StepGraphs:
     ) -> None:
         """Allocates what steps of these sizes read. Raises what the recorder or an allocation raises."""
         self._model = model
-        self._layout = layout = model.layout
+        self._layout = model.layout
         self._rows = rows
         self._forward = forward
         self._draw = draw
         self._recorder = recorder
-        self._entries = -(-rows.max_len // layout.block_size)
         self._decode: dict[int, RecordedStep] = {}
         self._mixed: dict[int, RecordedStep] = {}
         self._instead: dict[int, int] = {}  # decode sizes, each with the one that runs its steps
@@ -111,12 +109,14 @@ class StepGraphs:
         seconds = {size: self._recorder.seconds(self._decode[size].replay) for size in sizes}
         self._instead = fastest_sizes(seconds)
 
-    def prepare(self, work: Sequence[Work]) -> Batch | None:
-        """The work in the buffers of the smallest recorded step that holds it; None when none does."""
-        host = flatten_work(work, self._rows, self._layout.block_size)
+    def prepare(self, host: HostBatch) -> Batch | None:
+        """The work in the buffers of a recorded step that holds it; None when none does."""
         step = self._fitting(host)
         if step is None:
             return None
+        if len(host.changed_places) > step.tensors.batch.changes[0].shape[0]:  # a long cached prompt
+            self._rows.store_changes(*all_to_device([host.changed_places, host.changed_blocks], self._rows.device))
+            host = replace(host, changed_places=host.changed_places[:0], changed_blocks=host.changed_blocks[:0])
         padded = self._pad(host, step)
         self._rows.device.upload_into(step.tensors.packed, pack(padded.arrays))
         drawing = len(host.drawn_rows)
@@ -161,9 +161,8 @@ class StepGraphs:
 
     def _pad(self, host: HostBatch, step: RecordedStep) -> HostBatch:
         batch, meta = step.tensors.batch, step.tensors.batch.metas[0]
-        tokens = batch.token_rows.shape[0]
-        sizes = tokens, step.tensors.sequences, self._entries, meta.max_query_len, meta.max_seq_len
-        return host.padded(*sizes, self._rows.spare)
+        sizes = batch.token_rows.shape[0], step.tensors.sequences, batch.changes[0].shape[0]
+        return host.padded(*sizes, meta.max_query_len, meta.max_seq_len, self._rows)
 
     def _allocated(self, sizes: Sequence[StepSize]) -> Iterator[tuple[StepSize, StepTensors]]:
         nothing = flatten_work([], self._rows, self._layout.block_size)
@@ -173,15 +172,16 @@ class StepGraphs:
         for size in sizes:
             sequences = min(size.tokens, self._rows.max_rows)
             longest = 1 if size.of_decode else size.tokens
-            shape = size.tokens, sequences, self._entries, longest, self._rows.max_len
-            host = nothing.padded(*shape, self._rows.spare)
+            changes = sequences + size.tokens if self._rows.device.asynchronous else 0
+            host = nothing.padded(size.tokens, sequences, changes, longest, self._rows.max_len, self._rows)
             packed = pack(host.arrays).to(self._rows.device.torch_device)
-            batch = host.over(unpack(packed, host.arrays))
+            batch = host.over(unpack(packed, host.arrays), self._rows.device_tables)
             hidden_in = hidden[:, : size.tokens] if hidden is not None else None
             yield size, StepTensors(packed, batch, sequences, hidden_in)
 
     def _record(self, tensors: StepTensors) -> RecordedStep:
         def step() -> Sequence[Tensor]:
+            self._rows.store_changes(*tensors.batch.changes)
             found = self._forward(tensors.batch, tensors.hidden_in)
             assert found is not None  # every sequence of a padded batch counts as sampled
             if not self._model.parallel.is_last_stage:

@@ -24,7 +24,7 @@ from headrace_worker.device.rank_device import GraphRecorder
 from headrace_worker.model.attention import StepContext, step_context
 from headrace_worker.model.forward import LogitsModel
 from headrace_worker.model.load import LoadedModel
-from headrace_worker.runner.batch import Batch, gather
+from headrace_worker.runner.batch import Batch, flatten_work, upload
 from headrace_worker.runner.graphs import MIXED_TOKENS, StepGraphs, StepSize, hidden_states, step_sizes
 from headrace_worker.runner.pools import KVPools
 from headrace_worker.runner.rows import RowState
@@ -198,8 +198,9 @@ class Runner:
             self.rows.update_table(update)
         if not plan.work:
             return None
-        recorded = self._graphs.prepare(plan.work) if self._graphs is not None and not plan.scores else None
-        return recorded or gather(plan.work, self.rows, self.layout.block_size, plan.scores)
+        host = flatten_work(plan.work, self.rows, self.layout.block_size, plan.scores)
+        recorded = self._graphs.prepare(host) if self._graphs is not None and not plan.scores else None
+        return recorded or upload(host, self.rows)
 
     def hidden_buffer(self, batch: Batch) -> Tensor:
         """Where the hidden states [1, T, N] of a batch from the stage before are to be put, for `forward`."""
@@ -236,9 +237,12 @@ class Runner:
         ids = self.rows.gather_tokens(batch.token_rows, batch.positions)
         for meta in batch.metas:
             meta.plans.clear()  # a recording has its own plan, made within it
+        metas = batch.metas
+        if self.device.torch_device.type == "cpu":
+            metas = [meta.gathered(self.layout.block_size) for meta in metas]
         context = StepContext(
             self.pools.layers,
-            batch.metas,
+            metas,
             deterministic=self._deterministic,
             hidden_in=hidden_in,
             written=written,

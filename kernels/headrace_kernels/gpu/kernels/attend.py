@@ -15,12 +15,12 @@ from headrace_kernels.gpu.kernels.plan import FIELDS
 @triton.jit(do_not_specialize=["num_seqs", "num_tokens", "table_stride", "window"])
 def attend(
     out, pieces, counters, part_mixed, part_peak, part_total, query, keys, values, key_scales, value_scales, sinks,
-    query_starts, seq_lens, tables, scale, softcap, window, num_seqs, num_tokens,
+    query_starts, seq_lens, tables, table_rows, scale, softcap, window, num_seqs, num_tokens,
     query_token, query_head, table_stride, block_stride, head_stride, slot_stride, scale_block_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TILE_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ZERO_TAIL: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, QUANT: tl.constexpr,
-    COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_ROWS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    QUANT: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid: (pieces, KV heads). part_mixed [slots, K, BLOCK_M, D], part_peak and part_total [slots, K, BLOCK_M]."""
     kv_head = tl.program_id(1)
@@ -58,14 +58,15 @@ def attend(
     place = (start + token).to(tl.int64) * query_token + head * query_head
     q = tl.load(query + place[:, None] + d[None, :], mask=known[:, None] & inside, other=0.0)
     q = widen(q, 0, COMPUTE)
+    table = tables + (tl.load(table_rows + seq) if HAS_ROWS else seq).to(tl.int64) * table_stride
     keys += kv_head.to(tl.int64) * head_stride
     values += kv_head.to(tl.int64) * head_stride
     if QUANT:
         key_scales += kv_head * BLOCK_SIZE
         value_scales += kv_head * BLOCK_SIZE
     mixed, peak, total = attend_tiles(
-        q, position, first_tile, end_tile, low, end, tables + seq.to(tl.int64) * table_stride, keys, values, key_scales,
-        value_scales, scale, softcap, window, block_stride, slot_stride, scale_block_stride,
+        q, position, first_tile, end_tile, low, end, table, keys, values, key_scales, value_scales, scale, softcap,
+        window, block_stride, slot_stride, scale_block_stride,
         HEAD_DIM, D_PAD, BLOCK_SIZE, BLOCK_M, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, QUANT, COMPUTE, PRECISION,
     )  # fmt: skip
     if count > 1:

@@ -21,12 +21,13 @@ def chunks_of(low, end, CHUNK: tl.constexpr):
 @triton.jit(do_not_specialize=["num_seqs", "num_tokens", "table_stride", "splits", "window"])
 def attend_ordered(
     out, part_mixed, part_peak, part_total, query, keys, values, key_scales, value_scales, sinks,
-    query_starts, seq_lens, tables, scale, softcap, window, num_seqs, num_tokens, splits,
+    query_starts, seq_lens, tables, table_rows, scale, softcap, window, num_seqs, num_tokens, splits,
     query_token, query_head, table_stride, block_stride, head_stride, slot_stride, scale_block_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TILE_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, SHORT: tl.constexpr,
-    SPLIT: tl.constexpr, ZERO_TAIL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr, QUANT: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr, ZERO_TAIL: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, QUANT: tl.constexpr, COMPUTE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid: (sequences if SPLIT else query tiles, KV heads, programs of a tile if SPLIT else 1)."""
     kv_head = tl.program_id(1)
@@ -72,7 +73,7 @@ def attend_ordered(
     place = (start + token).to(tl.int64) * query_token + head * query_head
     q = tl.load(query + place[:, None] + d[None, :], mask=known[:, None] & inside, other=0.0)
     q = widen(q, 0, COMPUTE)
-    table = tables + seq.to(tl.int64) * table_stride
+    table = tables + (tl.load(table_rows + seq) if HAS_ROWS else seq).to(tl.int64) * table_stride
     keys += kv_head.to(tl.int64) * head_stride
     values += kv_head.to(tl.int64) * head_stride
     if QUANT:
