@@ -69,7 +69,12 @@ class Codes:
         )
         return values.view(outputs, inputs)
 
-    def rows(self, index: Tensor) -> "Codes":
+    def to(self, device: torch.device) -> "Codes":
+        """The same on a device."""
+        minimum = None if self.minimum is None else self.minimum.to(device)
+        return Codes(self.codes.to(device), self.scale.to(device), minimum, self.offset)
+
+    def rows(self, index: Tensor | slice) -> "Codes":
         """Some of the outputs, in this order."""
         minimum = None if self.minimum is None else self.minimum[index]
         return Codes(self.codes[index], self.scale[index], minimum, self.offset)

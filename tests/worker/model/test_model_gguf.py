@@ -18,7 +18,10 @@ from headrace_worker.model.gguf import GgufWeights
 from headrace_worker.model.gguf_config import gguf_config
 from headrace_worker.model.gguf_file import GgufFile
 from headrace_worker.model.gguf_tokenizer import byte_tokenizer, gguf_tokenizer
+from headrace_worker.model.load import load
 from headrace_worker.model.source import resolve
+from headrace_worker.model.surgery import SurgeryPlan
+from support.worker.tiny_models import replica_config
 
 CORPUS = [
     "What is the capital of France?",
@@ -91,6 +94,16 @@ def test_weights_equal_transformers(tmp_path: Path) -> None:
     assert set(weights) == set(expected)
     for name in weights:
         torch.testing.assert_close(weights.read(name), expected[name], rtol=0, atol=0, msg=name)
+
+
+def test_values_are_made_of_codes_in_the_dtype_of_the_model(embedded: GgufFile) -> None:
+    """As for a GPU: the bits of dequantizing on the host, in parts and with rows in another order, too."""
+    model = load(replica_config("smollm2", dtype="bfloat16"), plan=SurgeryPlan.none()).module
+    weights = GgufWeights(embedded)
+    assert {name for name in weights if weights.read_codes(name) is not None} > {"model.embed_tokens.weight"}
+    for name in weights:
+        if "embed" in name or ".layers.0." in name:
+            assert torch.equal(model.get_parameter(name), weights.read(name).bfloat16()), name
 
 
 def test_parts_are_read_as_the_whole_file(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from headrace_worker.assembly.assemble import assemble
 from headrace_worker.core.layout import CacheGroupSpec, CacheLayout
 from headrace_worker.core.plan import RowInit, RowSampling, TableUpdate, Work
+from headrace_worker.device.staging import packed_bytes
 from headrace_worker.offline import OfflineEngine, Prompt
 from headrace_worker.runner.batch import flatten_work, upload
 from headrace_worker.runner.rows import RowState
@@ -50,6 +51,19 @@ def test_a_thousand_plans() -> None:
                 assert np.array_equal(read[place, : used[item.row]], table[item.row, : used[item.row]])
             last = table[[item.row for item in items], [used[item.row] - 1 for item in items]]
             assert meta.slots.tolist() == [int(block) * BLOCK + BLOCK - 1 for block in last]
+
+
+def test_what_a_step_sends_does_not_grow_with_the_limit_of_tokens() -> None:
+    sent = set()
+    for max_len in (4096, 131072):
+        device = RecordingDevice()
+        device.use()
+        rows = RowState(LAYOUT, 256, max_len, device)
+        for row in range(256):
+            rows.update_table(TableUpdate(0, row, 0, [row + 1]))
+        host = flatten_work([Work(row, 10, 1, True) for row in range(256)], rows, BLOCK)
+        sent.add(packed_bytes(host.padded(256, 256, 512, 1, max_len, rows).arrays))
+    assert len(sent) == 1 and max(sent) < 32 << 10, "bytes"
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from headrace_kernels.packed import Form
+from headrace_kernels.packed import Codes, Form
 from headrace_proto.errors import ModelLoadError
 from headrace_worker.core.progress import Progress
 from headrace_worker.core.transfer.shards import Span
@@ -18,6 +18,8 @@ from headrace_worker.model.packable import PackableLinear, PackableMatrix, Packe
 from headrace_worker.model.safetensors_files import IGNORED_SUFFIXES, open_files
 from headrace_worker.model.sharding.cuts import Cuts, spans_of
 from headrace_worker.model.sharding.shard import Sharding
+
+_EXPANDED = 1 << 24  # values that are made of codes at a time
 
 
 class Weights(Protocol):
@@ -158,8 +160,11 @@ def fill(
         cuts = sharding.cuts.get(name, ())
         strict = any(part in keep_float32 for part in name.split("."))
         stays = packed is not None and can_be_packed(model, name)
-        matrix = weights.read_codes(stored, cuts) if stays and isinstance(weights, CodedWeights) else None
-        if matrix is None:
+        matrix = weights.read_codes(stored, cuts) if isinstance(weights, CodedWeights) else None
+        if matrix is not None and not stays:  # its values never exist on the host, unless that is the device
+            assert isinstance(matrix.values, Codes)
+            tensor, matrix = _expand(matrix.values, device, torch.float32 if strict else dtype), None
+        elif matrix is None:
             tensor = weights.read(stored, cuts)
             if stays and tensor.is_floating_point():
                 matrix = _packable(tensor, tensor.dtype if strict else packed)
@@ -189,6 +194,16 @@ def fill(
             _put(model, name, model.get_parameter(source))
     report("loading weights", 1.0)
     return placed
+
+
+def _expand(codes: Codes, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The values of a matrix, made on the device in parts."""
+    values = torch.empty(codes.shape, dtype=dtype, device=device)
+    rows = max(1, _EXPANDED // codes.shape[1])
+    for first in range(0, codes.shape[0], rows):
+        part = slice(first, first + rows)
+        values[part] = codes.rows(part).to(device).dense()
+    return values
 
 
 def _packable(tensor: Tensor, dtype: torch.dtype | None) -> PackableMatrix:
