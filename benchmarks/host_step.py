@@ -127,14 +127,15 @@ class Times:
     """Microseconds by part."""
 
     def __init__(self) -> None:
-        self.on = False
         self.current: defaultdict[str, float] = defaultdict(float)
         self.all: defaultdict[str, list[float]] = defaultdict(list)
+        self.names: set[str] = set()
 
     def watch(self, owner: Any, *names: str) -> None:
         """Measures calls of these methods of one object."""
         for name in names:
             setattr(owner, name, self._timed(name, getattr(owner, name)))
+            self.names.add(name)
 
     def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*arguments: Any) -> Any:
@@ -149,8 +150,8 @@ class Times:
     def close(self, step: float) -> None:
         """A turn of the loop took `step` µs, the model included."""
         self.current["step"] = step - self.current.pop("forward", 0.0)
-        for name, value in self.current.items():
-            self.all[name].append(value)
+        for name in self.current.keys() | self.names:
+            self.all[name].append(self.current[name])
         self.current.clear()
 
 

@@ -25,7 +25,7 @@ def check_attention(query: Tensor, pool: Tensor, meta: AttentionMeta, sinks: Ten
     fits = parts == 2 and size == head_dim > 0 and kv_heads > 0 and block_size > 0 and heads % kv_heads == 0
     if not fits or window < 0 or (sinks is not None and sinks.shape != (heads,)):
         raise _refusal("paged_attention", query, pool, *(() if sinks is None else (sinks,)))
-    sequences, rows = lens.shape[0], tables if meta.rows is None else meta.rows
+    sequences, rows = lens.shape[0], tables if meta.table_rows is None else meta.table_rows
     if starts.shape[0] != sequences + 1 or rows.shape[0] != sequences:
         raise _refusal("paged_attention", starts, lens, tables)
 

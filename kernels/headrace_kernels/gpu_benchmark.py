@@ -55,7 +55,7 @@ class GpuBenchmark:
     def decode(self) -> Iterator[Timing]:
         """One query per sequence: in each format and mode; torch's attention reads the same keys contiguously."""
         cases: Sequence[tuple[int, int]] = (
-            (1, 1024), (1, 8192), (16, 16384), (32, 1024), (32, 8192), (256, 1024),
+            (1, 1024), (1, 8192), (16, 16384), (32, 1024), (32, 8192), (68, 8192), (256, 1024),
         )  # fmt: skip
         for sequences, seq_len in ((2, 64),) if self._small else cases:
             case = f"decode {sequences} at {seq_len}"
@@ -90,7 +90,8 @@ class GpuBenchmark:
         for sequences, query_len, seq_len in ((1, 32, 32),) if self._small else cases:
             case = f"prefill {sequences} x {query_len} at {seq_len}"
             meta = self._meta([seq_len] * sequences, query_len)
-            pools = [self._pool(meta.block_tables.numel(), self._dtype)]
+            keys = 2 * sequences * seq_len * KV_HEADS * HEAD_DIM * self._dtype.itemsize
+            pools = [self._pool(meta.block_tables.numel(), self._dtype) for _ in range(self._copies(keys))]
             query = self._random(sequences * query_len, HEADS, HEAD_DIM)
             flop = int(4 * HEADS * HEAD_DIM * sequences * query_len * (seq_len - query_len / 2))
             size = 2 * query.nbytes + 2 * sequences * seq_len * KV_HEADS * HEAD_DIM * self._dtype.itemsize
@@ -235,4 +236,5 @@ class GpuBenchmark:
             slots=torch.empty(0, dtype=torch.int64, device=self._device),
             max_query_len=query_len,
             max_seq_len=max(lengths),
+            table_rows=torch.arange(len(lengths), dtype=torch.int32, device=self._device),
         )

@@ -21,20 +21,22 @@ class AttentionMeta:
 
     query_starts: Tensor  # [S + 1] int32
     seq_lens: Tensor  # [S] int32, keys per sequence, this step's tokens included
-    block_tables: Tensor  # [S, M] int32; with `rows`, of more sequences than the step's
+    block_tables: Tensor  # [S, M] int32; with `table_rows`, of more sequences than the step's
     slots: Tensor  # [T] int64, block * P + offset of each new token; negative = write nothing
     max_query_len: int
     max_seq_len: int
-    rows: Tensor | None = None  # [S] int32, of block_tables, whose row s is that of sequence s if None
-    # Of a backend, made from the tensors: to be cleared when those change.
+    table_rows: Tensor | None = None  # [S] int32, of block_tables, whose row s is that of sequence s if None
+    # Of a backend, made from the tensors: `replace` makes a meta without any, for when those have changed.
     plans: dict[Any, Any] = field(default_factory=dict, init=False)
 
     def gathered(self, block_size: int) -> "AttentionMeta":
-        """With the step's own tables, for backends that do not know `rows`."""
-        if self.rows is None:
+        """With the step's own tables, for backends that do not know `table_rows`."""
+        if self.table_rows is None:
             return self
         entries = -(-self.max_seq_len // block_size)
-        return replace(self, block_tables=self.block_tables[:, :entries].index_select(0, self.rows), rows=None)
+        return replace(
+            self, block_tables=self.block_tables[:, :entries].index_select(0, self.table_rows), table_rows=None
+        )
 
 
 @dataclass(frozen=True, slots=True)

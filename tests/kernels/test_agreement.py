@@ -42,6 +42,7 @@ def _cases(dtype: torch.dtype) -> Iterator[tuple[Any, tuple[Any, ...], dict[str,
     yield catalog.ADD_RMS_NORM, (wide, wide.flip(0), weight, 1e-6), {}
     yield catalog.GATED_RMS_NORM, (wide, wide.flip(0), weight, 1e-6), {}
     yield catalog.GATED_RMS_NORM, (wide[:, 40:], wide[:, :160], weight[:160], 1e-6, 20, False), {}
+    yield catalog.ROPE_ANGLES, (torch.arange(9) * 1000, torch.rand(24), 1.1, dtype), {}
     yield catalog.SILU_MUL, (wide,), {}
     yield catalog.SILU_MUL, (wide[:, 20:174],), {}
     yield catalog.GELU_MUL, (wide[:, 20:174],), {}

@@ -25,6 +25,7 @@ def test_any_number_of_pieces(monkeypatch: pytest.MonkeyPatch, programs: int, wi
     monkeypatch.setattr(attention, "_SPLIT_KEYS", 32)
     monkeypatch.setattr(attention, "_PROGRAMS", programs)
     monkeypatch.setattr(attention, "_PIECES", programs)
+    monkeypatch.setattr(attention, "_LONG_PIECES", programs)
     case = make_attention_case(LENS, heads=4, kv_heads=2, head_dim=32, window=window)
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
     out = catalog.PAGED_ATTENTION.named("triton")(

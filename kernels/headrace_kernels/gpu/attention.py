@@ -24,7 +24,9 @@ CHUNK = 1024  # keys that deterministic attention sums before it merges them wit
 _LARGEST_HEAD = 256
 _LARGEST_GROUP = 64  # query heads per KV head: a tile holds a token with all of them
 _SPLIT_KEYS = 128  # no piece of a split tile is shorter
-_PIECES = 264  # wanted in a step: two per multiprocessor of an H200
+_PIECES = 1056  # of short tiles, wanted in a step: eight per multiprocessor of an H200, so that late ones are short
+_LONG_PIECES = 528
+_MOST_PIECES = 64  # of a tile, which one program merges
 _PROGRAMS = 2048  # upper bound of a split grid of ordered attention: about 16 per multiprocessor of an H200
 _PLANNED = 1024  # tiles that the planner's program handles at a time
 
@@ -79,7 +81,7 @@ def _fits(query: Tensor, pool: Tensor, meta: AttentionMeta) -> bool:
     small = query.shape[2] <= _LARGEST_HEAD and query.shape[1] // pool.shape[2] <= _LARGEST_GROUP
     starts, lens = meta.query_starts, meta.seq_lens
     plain = pool.stride(-1) == 1 and starts.is_contiguous() and lens.is_contiguous()
-    plain = plain and (meta.rows is None or meta.rows.is_contiguous())
+    plain = plain and (meta.table_rows is None or meta.table_rows.is_contiguous())
     return known and small and plain
 
 
@@ -106,7 +108,9 @@ class _Launch:
         self.scale = scale / softcap if softcap else scale * LOG2_E
         self.softcap = softcap * LOG2_E
         self.tables = rows(meta.block_tables)
-        self.table_rows = meta.seq_lens if meta.rows is None else meta.rows  # or not read
+        self.table_rows = meta.table_rows
+        if self.table_rows is None:
+            self.table_rows = torch.arange(self.sequences, dtype=torch.int32, device=query.device)
         self.padded = max(16, power_of_2(self.head_dim))
         self.compute = _compute_dtype(query.dtype, pool.dtype)
         self.out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -160,7 +164,7 @@ class _Launch:
         found: Plan | None = self.meta.plans.get(key)
         if found is not None:
             return found
-        target = max(1, _PIECES // self.kv_heads)
+        target = max(1, (_LONG_PIECES if is_long else _PIECES) // self.kv_heads)
         count = (self.tokens // tiles.tokens if is_long else 0) + self.sequences
 
         def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -174,8 +178,8 @@ class _Launch:
         plan.plan[(1,)](
             made.pieces, made.counters, self.meta.query_starts, self.meta.seq_lens, count, self.sequences, self.window,
             target, count + target, TILE_TOKENS=tiles.tokens, BLOCK_N=tiles.keys,
-            MIN_TILES=max(1, _SPLIT_KEYS // tiles.keys), SHORT=short, LONG=is_long, HAS_WINDOW=self.window > 0,
-            KV_HEADS=self.kv_heads, BLOCK=_PLANNED, num_warps=8,
+            MIN_TILES=max(1, _SPLIT_KEYS // tiles.keys), MOST=_MOST_PIECES, SHORT=short, LONG=is_long,
+            HAS_WINDOW=self.window > 0, KV_HEADS=self.kv_heads, BLOCK=_PLANNED, num_warps=8,
         )  # fmt: skip
         self.meta.plans[key] = made
         return made
@@ -190,10 +194,9 @@ class _Launch:
             pool.stride(1), pool.stride(2), pool.stride(3), 0 if self.kv_scale is None else self.kv_scale.stride(1),
             HEADS=self.heads, GROUP=self.group, HEAD_DIM=self.head_dim, D_PAD=self.padded, BLOCK_SIZE=self.block_size,
             TILE_TOKENS=tiles.tokens, BLOCK_M=tiles.rows, BLOCK_N=tiles.keys, ZERO_TAIL=zero_tail,
-            HAS_ROWS=meta.rows is not None,
             HAS_WINDOW=self.window > 0, HAS_SOFTCAP=self.softcap > 0, HAS_SINKS=self.sinks is not None,
             QUANT=quantization(pool), COMPUTE=self.compute, PRECISION="ieee", num_warps=tiles.warps,
-            num_stages=tiles.stages,
+            MOST=_MOST_PIECES, num_stages=tiles.stages,
         )  # fmt: skip
 
     def _splits(self, tiles: Tiles) -> int:
@@ -232,8 +235,7 @@ class _Launch:
             pool.stride(1), pool.stride(2), pool.stride(3), 0 if self.kv_scale is None else self.kv_scale.stride(1),
             HEADS=self.heads, GROUP=self.group, HEAD_DIM=self.head_dim, D_PAD=self.padded, BLOCK_SIZE=self.block_size,
             TILE_TOKENS=tiles.tokens, BLOCK_M=tiles.rows, BLOCK_N=tiles.keys,
-            CHUNK=CHUNK, SHORT=short, SPLIT=split, ZERO_TAIL=zero_tail,
-            HAS_ROWS=meta.rows is not None, HAS_WINDOW=self.window > 0,
+            CHUNK=CHUNK, SHORT=short, SPLIT=split, ZERO_TAIL=zero_tail, HAS_WINDOW=self.window > 0,
             HAS_SOFTCAP=self.softcap > 0, HAS_SINKS=self.sinks is not None, QUANT=quantization(pool),
             COMPUTE=self.compute, PRECISION="ieee", num_warps=tiles.warps, num_stages=tiles.stages,
             enable_fp_fusion=False,

@@ -49,7 +49,9 @@ def _interpret() -> None:
                 op.named("triton")
         from headrace_kernels.gpu import attention
 
-        attention._PIECES = 16  # the interpreter takes a millisecond for a program that has nothing to do
+        attention._PIECES = attention._LONG_PIECES = (
+            16  # the interpreter takes a millisecond for a program that has nothing to do
+        )
     finally:
         if before is None:
             del os.environ[availability.INTERPRET]

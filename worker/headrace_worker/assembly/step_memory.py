@@ -95,7 +95,7 @@ def measure_step_memory(
         steps = device.peak_bytes()
         if recorder is not None:
             most = min(budget, rows * (length - 2))
-            runner.max_recorded = largest_that_pays(partial(_seconds, run, runner, team), most)
+            runner.max_recorded = largest_that_pays(partial(_launch_share, run, runner, team), most)
     except Exception as error:
         if device.is_out_of_memory(error):
             raise MemoryTooSmallError(
@@ -132,10 +132,9 @@ def _run(runner: Runner, stage: StageRunner | None, plan: StepPlan) -> None:
         raise error
 
 
-def _seconds(run: Callable[[StepPlan], None], runner: Runner, team: Team | None, tokens: int) -> tuple[float, float]:
-    """Of a step of so many tokens, the second time: until it is launched, and until it has ended.
-
-    With several ranks, of 1 s, on the rank where launching takes the largest share.
+def _launch_share(run: Callable[[StepPlan], None], runner: Runner, team: Team | None, tokens: int) -> float:
+    """Of the time of a step of so many tokens, the second time, that passes until it is launched: the largest share of
+    all ranks.
     """
     plan = prompt_step(runner.layout, tokens, runner.max_len)
     launched = ended = 0.0
@@ -145,10 +144,8 @@ def _seconds(run: Callable[[StepPlan], None], runner: Runner, team: Team | None,
         launched = time.perf_counter() - began
         runner.device.synchronize()
         ended = time.perf_counter() - began
-    if team is None:
-        return launched, ended
-    shares = team.gather_all(round(1e9 * launched / ended))
-    return max(shares) / 1e9, 1.0
+    share = launched / ended
+    return share if team is None else max(team.gather_all(round(1e9 * share))) / 1e9  # which gathers integers
 
 
 def _graph_bytes(runner: Runner, recorder: GraphRecorder) -> int:

@@ -29,9 +29,6 @@ class CudaDownload:
         return self._tensors
 
 
-_REPLAYS = 5
-
-
 class CudaRecorder:
     """Records CUDA graphs, all of which share one pool of memory.
 
@@ -69,16 +66,12 @@ class CudaRecorder:
         return graph.replay, [_borrowed(output) for output in outputs]
 
     def seconds(self, replay: Callable[[], None]) -> float:
-        """The shortest of a few: the first loads the graph."""
-        times = []
-        for _ in range(_REPLAYS):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            start.record()
-            replay()
-            end.record()
-            end.synchronize()
-            times.append(float(start.elapsed_time(end)) / 1e3)
-        return min(times)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        replay()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
 
 
 class _Memory:

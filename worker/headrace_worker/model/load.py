@@ -115,7 +115,8 @@ def load(
         notes = surgery.apply(model, plan)
         check_filled(model)
         sharding.connect(model)
-        notes += surgery.join(model, plan)
+        if plan.joined:
+            notes.append(str(surgery.join_layers(model, plan.native)))
         facts = facts_job.result()
         facts = replace(facts, defaults=facts.defaults | config.defaults)
     warnings = find_slow_backends() if place.type == "cpu" else []

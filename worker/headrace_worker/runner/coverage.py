@@ -45,7 +45,6 @@ LARGEST_OPTIONS = RowSampling(
 """What takes the most memory if all rows have it: defaults of a model apply to every request."""
 SCORED = RowSampling(temperature=0.0, prompt_logprobs=1)
 _FEW = (2, 8, 32, 64)  # tokens of a small prompt
-_SHORTEST = 64  # the first of the lengths at which one sequence decodes; each is twice the previous one
 
 
 def cover(runner: ModelRunner, budget: int, done: Callable[[float], None] = lambda fraction: None) -> None:
@@ -103,10 +102,6 @@ def covering_plans(layout: CacheLayout, max_rows: int, max_len: int, budget: int
     for options in OPTIONS:
         yield _step([Work(0, 0, 1, True)], [start(0, 1, options)])
     yield _step([Work(0, 0, 1, True)], [start(0, 1, OPTIONS[0])], guided=True)
-    # Filtered rows come after the others in a batch, so that their noise keys may begin at any address.
-    if rows > 1:
-        mixed = [start(0, 1, RowSampling(temperature=1.0)), start(1, 1, RowSampling(temperature=1.0, top_k=20))]
-        yield _step([Work(0, 0, 1, True), Work(1, 0, 1, True)], mixed)
     # Few tokens: alone, in a chunk that samples nothing, beside a request that decodes.
     for few in _FEW:
         if few < min(max_len, budget):
@@ -117,13 +112,8 @@ def covering_plans(layout: CacheLayout, max_rows: int, max_len: int, budget: int
                 decoding = start(1, max_len - 1, OPTIONS[0])
                 chunk = start(0, few, OPTIONS[0])
                 yield _step([Work(1, max_len - 2, 1, True), Work(0, 0, few, True)], [decoding, chunk])
-    # One sequence of each length.
-    length = min(_SHORTEST, max_len)
-    while True:
-        yield _step([Work(0, length - 1, 1, True)], [start(0, length, OPTIONS[0])])
-        if length == max_len:
-            break
-        length = min(2 * length, max_len)
+    # The longest sequence.
+    yield _step([Work(0, max_len - 1, 1, True)], [start(0, max_len, OPTIONS[0])])
     yield StepPlan(0, list(range(rows)), [], [], [])
 
 

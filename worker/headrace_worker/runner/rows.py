@@ -52,9 +52,8 @@ class RowState:
     def initialise(self, init: RowInit) -> None:
         """Reset all state of a row for a new request."""
         row, count = init.row, len(init.token_ids)
-        known = np.zeros(self.max_len + 1, np.int32)
-        known[:count] = init.token_ids
-        self.tokens[row] = to_device(known, self.device)
+        self.tokens[row, count:].zero_()
+        self.tokens[row, :count] = to_device(np.array(init.token_ids, np.int32), self.device)
         self.tables[:, row] = 0
         self.uses[row] = init.row_use
 

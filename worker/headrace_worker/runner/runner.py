@@ -9,7 +9,7 @@ before this one is collected. For a guided plan it ends at the logits, and `draw
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -199,7 +199,9 @@ class Runner:
         if not plan.work:
             return None
         host = flatten_work(plan.work, self.rows, self.layout.block_size, plan.scores)
-        recorded = self._graphs.prepare(host) if self._graphs is not None and not plan.scores else None
+        recorded = None
+        if self._graphs is not None and not plan.scores:
+            recorded = self._graphs.prepare(host, self._written is not None)
         return recorded or upload(host, self.rows)
 
     def hidden_buffer(self, batch: Batch) -> Tensor:
@@ -235,9 +237,7 @@ class Runner:
     ) -> Tensor | None:
         """`written` is called with each layer's keys and values; in a replay it is not called."""
         ids = self.rows.gather_tokens(batch.token_rows, batch.positions)
-        for meta in batch.metas:
-            meta.plans.clear()  # a recording has its own plan, made within it
-        metas = batch.metas
+        metas = [replace(meta) for meta in batch.metas]  # a step's plans of attention are made within it
         if self.device.torch_device.type == "cpu":
             metas = [meta.gathered(self.layout.block_size) for meta in metas]
         context = StepContext(

@@ -8,7 +8,7 @@ depend on which one that is.
 import triton
 import triton.language as tl
 
-from headrace_kernels.gpu.kernels.attention import attend_tiles, finish, fold, key_range, widen, zero_padding
+from headrace_kernels.gpu.kernels.attention import attend_tiles, finish, key_range, widen, zero_padding
 from headrace_kernels.gpu.kernels.plan import FIELDS
 
 
@@ -19,8 +19,8 @@ def attend(
     query_token, query_head, table_stride, block_stride, head_stride, slot_stride, scale_block_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TILE_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ZERO_TAIL: tl.constexpr,
-    HAS_ROWS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
-    QUANT: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    QUANT: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
     """Grid: (pieces, KV heads). part_mixed [slots, K, BLOCK_M, D], part_peak and part_total [slots, K, BLOCK_M]."""
     kv_head = tl.program_id(1)
@@ -36,7 +36,7 @@ def attend(
             HEADS, GROUP, HEAD_DIM, TILE_TOKENS, BLOCK_M, D_PAD,
         )  # fmt: skip
 
-    pieces += tl.program_id(0) * FIELDS
+    pieces += (tl.num_programs(0) - 1 - tl.program_id(0)) * FIELDS  # the longest contexts of a prompt first
     seq = tl.load(pieces)
     if seq < 0:
         return
@@ -58,7 +58,7 @@ def attend(
     place = (start + token).to(tl.int64) * query_token + head * query_head
     q = tl.load(query + place[:, None] + d[None, :], mask=known[:, None] & inside, other=0.0)
     q = widen(q, 0, COMPUTE)
-    table = tables + (tl.load(table_rows + seq) if HAS_ROWS else seq).to(tl.int64) * table_stride
+    table = tables + tl.load(table_rows + seq).to(tl.int64) * table_stride
     keys += kv_head.to(tl.int64) * head_stride
     values += kv_head.to(tl.int64) * head_stride
     if QUANT:
@@ -71,7 +71,7 @@ def attend(
     )  # fmt: skip
     if count > 1:
         part = (slot.to(tl.int64) * heads + kv_head) * BLOCK_M + row
-        tl.store(part_mixed + part[:, None] * HEAD_DIM + d[None, :], mixed, mask=inside)
+        tl.store(part_mixed + part[:, None] * HEAD_DIM + d[None, :], mixed, mask=known[:, None] & inside)
         tl.store(part_peak + part, peak)
         tl.store(part_total + part, total)
         tl.debug_barrier()  # all of this program's stores come before its mark
@@ -79,13 +79,21 @@ def attend(
         if tl.atomic_add(counter, 1, sem="acq_rel") != count - 1:
             return
         tl.store(counter, 0)  # for the next layer
+        # The shares first, so that no piece's values wait for those of the one before.
+        part = (first_slot.to(tl.int64) * heads + kv_head) * BLOCK_M
+        number = tl.arange(0, MOST)
+        each = part + number[:, None] * (heads * BLOCK_M) + row[None, :]
+        peaks = tl.load(part_peak + each, mask=(number < count)[:, None], other=float("-inf"))
+        totals = tl.load(part_total + each, mask=(number < count)[:, None], other=0.0)
+        peak = tl.max(peaks, 0)
+        base = tl.where(peak == float("-inf"), 0.0, peak)
+        total = tl.sum(totals * tl.exp2(peaks - base[None, :]), 0)
         mixed = tl.full([BLOCK_M, D_PAD], 0.0, tl.float32)
-        peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        total = tl.full([BLOCK_M], 0.0, tl.float32)
-        for number in range(0, count):
-            part = ((first_slot + number).to(tl.int64) * heads + kv_head) * BLOCK_M + row
-            more = tl.load(part_mixed + part[:, None] * HEAD_DIM + d[None, :], mask=inside, other=0.0)
-            mixed, peak, total = fold(mixed, peak, total, more, tl.load(part_peak + part), tl.load(part_total + part))
+        for one in tl.range(0, count, loop_unroll_factor=4):
+            at = part + one * (heads * BLOCK_M) + row
+            share = tl.exp2(tl.load(part_peak + at) - base)
+            keep = known[:, None] & inside
+            mixed += tl.load(part_mixed + at[:, None] * HEAD_DIM + d[None, :], mask=keep, other=0.0) * share[:, None]
     into = out + ((start + token).to(tl.int64) * HEADS + head)[:, None] * HEAD_DIM + d[None, :]
     done = finish(mixed, peak, total, sinks, head, known, HAS_SINKS)
     tl.store(into, done.to(out.dtype.element_ty), mask=known[:, None] & inside)

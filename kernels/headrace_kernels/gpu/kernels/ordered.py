@@ -25,7 +25,7 @@ def attend_ordered(
     query_token, query_head, table_stride, block_stride, head_stride, slot_stride, scale_block_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TILE_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, SHORT: tl.constexpr,
-    SPLIT: tl.constexpr, ZERO_TAIL: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    SPLIT: tl.constexpr, ZERO_TAIL: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, QUANT: tl.constexpr, COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -73,7 +73,7 @@ def attend_ordered(
     place = (start + token).to(tl.int64) * query_token + head * query_head
     q = tl.load(query + place[:, None] + d[None, :], mask=known[:, None] & inside, other=0.0)
     q = widen(q, 0, COMPUTE)
-    table = tables + (tl.load(table_rows + seq) if HAS_ROWS else seq).to(tl.int64) * table_stride
+    table = tables + tl.load(table_rows + seq).to(tl.int64) * table_stride
     keys += kv_head.to(tl.int64) * head_stride
     values += kv_head.to(tl.int64) * head_stride
     if QUANT:

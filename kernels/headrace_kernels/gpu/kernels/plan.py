@@ -56,8 +56,8 @@ def tiles_of(
 @triton.jit(do_not_specialize=["tiles", "num_seqs", "window", "target", "capacity"])
 def plan(
     pieces_out, counters, query_starts, seq_lens, tiles, num_seqs, window, target, capacity,
-    TILE_TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, MIN_TILES: tl.constexpr, SHORT: tl.constexpr,
-    LONG: tl.constexpr, HAS_WINDOW: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    TILE_TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, MIN_TILES: tl.constexpr, MOST: tl.constexpr,
+    SHORT: tl.constexpr, LONG: tl.constexpr, HAS_WINDOW: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Writes pieces [capacity, 8]: sequence (-1: none), first token, key tiles from and to, slot, first slot, number of
     pieces of its tile, tile. Slots are of tiles with several pieces. Zeroes the counters [tiles, K]. Grid: (1).
@@ -81,7 +81,7 @@ def plan(
             base + lane, query_starts, seq_lens, num_seqs, window, TILE_TOKENS, BLOCK_N, SHORT, LONG, HAS_WINDOW
         )
         count = tl.where(base + lane < tiles, count, 0)
-        pieces = (count + most - 1) // most
+        pieces = tl.minimum((count + most - 1) // most, MOST)
         pieces = tl.maximum(pieces, 1)
         share = tl.maximum((count + pieces - 1) // pieces, 1)  # the pieces of a tile are equal, but for the last
         pieces = (count + share - 1) // share

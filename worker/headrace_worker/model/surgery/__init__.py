@@ -7,6 +7,7 @@ Each piece is optional, recognises modules by structure, and a replacement is ke
 numbers on a small random input. Modules that are not recognised stay unchanged.
 """
 
-from headrace_worker.model.surgery.plan import SurgeryPlan, apply, join
+from headrace_worker.model.surgery.joined import join_layers
+from headrace_worker.model.surgery.plan import SurgeryPlan, apply
 
-__all__ = ["SurgeryPlan", "apply", "join"]
+__all__ = ["SurgeryPlan", "apply", "join_layers"]

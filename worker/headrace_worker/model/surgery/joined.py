@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from headrace_kernels.cpu import library
 from headrace_kernels.cpu.layers import LayerWeights
-from headrace_worker.model.surgery.layers import FusedLayer, JoinedLayers
+from headrace_worker.model.surgery.layers import FusedLayer, JoinedLayers, copy_attributes
 from headrace_worker.model.surgery.native import NativeLayers, native_weights
 
 _Run = list[tuple[FusedLayer, LayerWeights | None]]
@@ -31,7 +31,7 @@ class _Passed(nn.Module):
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
-        _copy_attributes(original, self)
+        copy_attributes(original, self)
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         """The same hidden states."""
@@ -43,6 +43,10 @@ def join_layers(model: nn.Module, native: bool) -> Joined:
     native = native and library.missing() is None
     found = Joined()
     for layers in [module for module in model.modules() if isinstance(module, nn.ModuleList)]:
+        others = [
+            layer for layer in layers if not isinstance(layer, FusedLayer) and any(True for _ in layer.parameters())
+        ]
+        found.alone += len(others) if any(isinstance(layer, FusedLayer) for layer in layers) else 0
         run: _Run = []
         for end in range(len(layers) + 1):
             layer = layers[end] if end < len(layers) else None
@@ -69,7 +73,7 @@ def _replace(
     else:
         found.alone += 1
         return
-    _copy_attributes(own[0], one)
+    copy_attributes(own[0], one)
     for place in range(start, start + len(run)):
         layers[place] = _Passed(layers[place])
     layers[start] = one.eval()
@@ -96,10 +100,3 @@ def _kind(model: nn.Module, layer: FusedLayer) -> object:
     types = getattr(getattr(model, "config", None), "layer_types", None)
     own = types[layer.self_attn.layer_idx] if types else None
     return own, getattr(layer, "attention_type", None), getattr(layer, "layer_type", None)
-
-
-def _copy_attributes(original: nn.Module, to: nn.Module) -> None:
-    """A model's forward may read plain attributes of its layers, such as their attention type."""
-    for name, value in vars(original).items():
-        if not name.startswith("_") and name != "training":
-            setattr(to, name, value)

@@ -17,15 +17,19 @@ _NORMS = (
 )
 
 
+def copy_attributes(original: nn.Module, to: nn.Module) -> None:
+    """A model's forward may read plain attributes of its layers, such as their attention type."""
+    for name, value in vars(original).items():
+        if not name.startswith("_") and name != "training":
+            setattr(to, name, value)
+
+
 class FusedLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); both results may have a norm and a factor."""
 
     def __init__(self, original: nn.Module, attention: FusedAttention, norms: tuple[FusedRmsNorm | None, ...]) -> None:
         super().__init__()
-        for name, value in vars(original).items():
-            # A model's forward may read plain attributes of its layers, such as their attention type.
-            if not name.startswith("_") and name != "training":
-                setattr(self, name, value)
+        copy_attributes(original, self)
         first, self.attention_norm, second, self.mlp_norm = norms
         assert first is not None and second is not None
         self.first_norm, self.second_norm = first, second

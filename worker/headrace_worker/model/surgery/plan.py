@@ -12,7 +12,6 @@ from headrace_kernels.cpu import library
 from headrace_worker.model.cache_layout import layer_windows
 from headrace_worker.model.packable import reads_weight
 from headrace_worker.model.surgery.experts import fuse_experts, fuse_shared_experts
-from headrace_worker.model.surgery.joined import join_layers
 from headrace_worker.model.surgery.layers import fuse_layer
 from headrace_worker.model.surgery.linears import check_invariant, make_linear_invariant, pack_left_factor, pack_linear
 from headrace_worker.model.surgery.mlp import fuse_mlp
@@ -73,12 +72,6 @@ def apply(model: PreTrainedModel, plan: SurgeryPlan) -> list[str]:
         check_invariant(model)
     changed = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
     return [f"Fused from outside: {changed}."] if changed else []
-
-
-@torch.no_grad()
-def join(model: PreTrainedModel, plan: SurgeryPlan) -> list[str]:
-    """Replace runs of fused layers by one module each, once all layers are complete; returns a sentence about them."""
-    return [str(join_layers(model, plan.native))] if plan.joined else []
 
 
 class _Once:

@@ -25,11 +25,14 @@ class FusedRotary(nn.Module):
 
 
 def fuse_rotary(module: nn.Module) -> FusedRotary | None:
-    """The replacement of a rotary embedding with one set of frequencies that do not change, or None."""
+    """The replacement of a rotary embedding with one set of frequencies that do not change, and one position of each
+    token, or None.
+    """
     frequencies, factor = getattr(module, "inv_freq", None), getattr(module, "attention_scaling", None)
     if not isinstance(frequencies, Tensor) or frequencies.dim() != 1 or not isinstance(factor, (int, float)):
         return None
-    if any(word in str(getattr(module, "rope_type", "")) for word in _CHANGING):
+    changing = any(word in str(getattr(module, "rope_type", "")) for word in _CHANGING)
+    if changing or hasattr(module, "mrope_section"):  # which has a position for each of three axes
         return None
     fused = FusedRotary(frequencies, float(factor))
     x = random_input(frequencies, 1, TOKENS, 1)
