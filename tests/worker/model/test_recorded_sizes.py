@@ -2,15 +2,19 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 
 import pytest
+from torch import Tensor
 
-from headrace_worker.core.plan import RowSampling
+from headrace_worker.core.plan import RowSampling, StepPlan
+from headrace_worker.core.transfer.orders import End, Order
 from headrace_worker.offline import OfflineEngine, Prompt
+from headrace_worker.runner.coverage import prompt_step
 from headrace_worker.runner.graphs import LARGE_TOKENS, MIXED_TOKENS, fastest_sizes, largest_that_pays, step_sizes
+from headrace_worker.runner.runner import Runner
 from support.worker.recorders import CallingRecorder
 from support.worker.step_modes import same
 from support.worker.tiny_models import replica_config
@@ -92,3 +96,32 @@ def test_large_recorded_steps_give_the_same_tokens(tiny: Callable[[str], Path], 
     assert same(plain, recorded)
     large = recorder.replays[-len(MIXED_TOKENS) - 5 : -len(MIXED_TOKENS)]
     assert sum(large) >= 5 and large[0] > 0 < large[-1], large
+
+
+def test_a_transfer_that_waits_for_layers_gets_each_layer_of_a_large_step(tiny: Callable[[str], Path]) -> None:
+    """A replay tells of none, so such a step is not replayed; small ones are, whose layers are soon over."""
+
+    class Watching:
+        def __init__(self) -> None:
+            self.layers: list[int] = []
+
+        def begin_step(self, orders: Sequence[Order], *, computes: bool) -> Callable[[int, Tensor], None] | None:
+            return lambda layer, _values: self.layers.append(layer)
+
+        def end_step(self) -> None: ...
+
+    engine = OfflineEngine(replica_config(tiny("llama"), max_num_seqs=8, max_num_batched_tokens=1280))
+    runner, watching = engine.assembly.runner, Watching()
+    assert isinstance(runner, Runner)
+    runner.max_recorded = 1280
+    runner.record(CallingRecorder())
+    runner._kv_listener = watching
+    orders: list[Order] = [End(0, 0)]
+    for tokens, layers in ((640, [0, 1, 2]), (100, [])):
+        plan = prompt_step(runner.layout, tokens, runner.max_len)
+        runner.prepare(StepPlan(0, [], plan.inits, plan.tables, plan.work, orders))
+        watching.layers.clear()
+        batch = runner.prepare(StepPlan(0, [], plan.inits, plan.tables, plan.work, orders))
+        assert batch is not None
+        runner.forward(batch)
+        assert watching.layers == layers

@@ -8,7 +8,7 @@ depend on which one that is.
 import triton
 import triton.language as tl
 
-from headrace_kernels.gpu.kernels.attention import attend_tiles, finish, key_range, widen, zero_padding
+from headrace_kernels.gpu.kernels.attention import attend_tiles, finish, key_range, load_query, zero_padding
 from headrace_kernels.gpu.kernels.plan import FIELDS
 
 
@@ -55,9 +55,7 @@ def attend(
     token = first + row // GROUP
     known = (row < TILE_TOKENS * GROUP) & (token < query_len)
     position = seq_len - query_len + token
-    place = (start + token).to(tl.int64) * query_token + head * query_head
-    q = tl.load(query + place[:, None] + d[None, :], mask=known[:, None] & inside, other=0.0)
-    q = widen(q, 0, COMPUTE)
+    q = load_query(query, start + token, head, known, query_token, query_head, HEAD_DIM, D_PAD, COMPUTE)
     table = tables + tl.load(table_rows + seq).to(tl.int64) * table_stride
     keys += kv_head.to(tl.int64) * head_stride
     values += kv_head.to(tl.int64) * head_stride

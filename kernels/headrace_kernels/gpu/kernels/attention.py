@@ -82,6 +82,18 @@ def widen(x, QUANT: tl.constexpr, COMPUTE: tl.constexpr):
 
 
 @triton.jit
+def load_query(
+    query, token, head, known, token_stride, head_stride, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """Query rows [M, D] of tokens [M] and heads [M] as operands of a product; rows that are not known are 0."""
+    d = tl.arange(0, D_PAD)
+    place = token.to(tl.int64) * token_stride + head * head_stride
+    mask = known[:, None] & (d < HEAD_DIM)[None, :]
+    return widen(tl.load(query + place[:, None] + d[None, :], mask=mask, other=0.0), 0, COMPUTE)
+
+
+@triton.jit
 def attend_tiles(
     q, position, first_tile, last_tile, low, end, table, keys, values, key_scales, value_scales, scale, softcap, window,
     block_stride, slot_stride, scale_block_stride,

@@ -7,7 +7,7 @@ A prompt's program iterates over the chunks of its tile; a decode step's chunks 
 import triton
 import triton.language as tl
 
-from headrace_kernels.gpu.kernels.attention import attend_tiles, finish, fold, key_range, widen, zero_padding
+from headrace_kernels.gpu.kernels.attention import attend_tiles, finish, fold, key_range, load_query, zero_padding
 from headrace_kernels.gpu.kernels.plan import sequences_of
 
 
@@ -70,9 +70,7 @@ def attend_ordered(
     token = first + row // GROUP
     known = (row < TILE_TOKENS * GROUP) & (token < query_len)
     position = seq_len - query_len + token
-    place = (start + token).to(tl.int64) * query_token + head * query_head
-    q = tl.load(query + place[:, None] + d[None, :], mask=known[:, None] & inside, other=0.0)
-    q = widen(q, 0, COMPUTE)
+    q = load_query(query, start + token, head, known, query_token, query_head, HEAD_DIM, D_PAD, COMPUTE)
     table = tables + tl.load(table_rows + seq).to(tl.int64) * table_stride
     keys += kv_head.to(tl.int64) * head_stride
     values += kv_head.to(tl.int64) * head_stride

@@ -1,8 +1,8 @@
 """Divides the attention of one step into pieces of work of about equal size, on the device, once for all layers.
 
 A tile is up to TILE_TOKENS tokens of one sequence, with all query heads of a KV head; its keys are cut into pieces, so
-that a long context is read by many programs. The step's key tiles are divided by a target number of pieces; a tile with
-fewer than that is one piece.
+that a long context is read by many programs. A share is the number of key tiles in the step, divided by the wanted
+number of pieces; a query tile whose keys are no more than a share is one piece.
 """
 
 import triton

@@ -59,9 +59,7 @@ def join_layers(model: nn.Module, native: bool) -> Joined:
     return found
 
 
-def _replace(
-    layers: nn.ModuleList, start: int, run: list[tuple[FusedLayer, LayerWeights | None]], found: Joined
-) -> None:
+def _replace(layers: nn.ModuleList, start: int, run: _Run, found: Joined) -> None:
     own = [layer for layer, _ in run]
     weights = [each for _, each in run if each is not None]
     if weights:
