@@ -81,6 +81,7 @@ def _pieces(start: int, piece_bytes: int, pieces: int) -> Pieces:
 class Answer:
     """The time of each token of an answer, in seconds after its request."""
 
+    attempt_id: bytes
     times: list[float] = field(default_factory=list)
     done: asyncio.Event = field(default_factory=asyncio.Event)
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
@@ -117,7 +118,7 @@ class ReplicaStream:
         submit = pb.Submit(attempt_id=os.urandom(16), prompt_token_ids=prompt, sampling=sampling)
         if source:
             submit.source.address = source
-        answer = Answer()
+        answer = Answer(submit.attempt_id)
         self._answers[submit.attempt_id] = answer, time.perf_counter()
         await self._call.write(pb.RouterFrame(submits=[submit]))
         return answer
@@ -126,6 +127,9 @@ class ReplicaStream:
         answer = await self.submit(prompt, 1, source)
         await answer.done.wait()
         return answer.times[0]
+
+    async def cancel(self, answer: Answer) -> None:
+        await self._call.write(pb.RouterFrame(cancels=[pb.Cancel(attempt_id=answer.attempt_id)]))
 
     async def close(self) -> None:
         self._task.cancel()

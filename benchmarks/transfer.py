@@ -7,8 +7,7 @@
 
     PYTHONPATH=tests python benchmarks/transfer.py [--rounds N] [--save]
 
-Processes of this machine, one thread each; the embedded model in float32. About 4 minutes on cores with AVX-512,
-three times that without.
+Processes of this machine, one thread each; the embedded model in float32.
 """
 
 import argparse
@@ -20,7 +19,7 @@ from typing import Any
 
 import machine  # isort: skip  # before torch: it sets how OpenMP waits
 
-from replicas import RawCopy, ReplicaStream, fetch_speed, run_replica, serve_raw, tokens
+from replicas import Answer, RawCopy, ReplicaStream, fetch_speed, run_replica, serve_raw, tokens
 
 from headrace_worker.core.config import ReplicaConfig
 
@@ -29,8 +28,9 @@ FETCHED = 1500  # tokens
 PIECES = FETCHED // 16 * 2 * 30
 PROMPTS = (256, 1500, 4000)
 CACHE = 640 << 20
-STREAMS, STREAM_TOKENS = 16, 30
-LONG = 6000  # tokens; such a prompt arrives as often as one replica can compute it
+STREAMS, STREAM_TOKENS = 16, 60
+BEFORE = 10  # tokens of each stream, before the long prompts arrive
+LONG, LONG_AT_ONCE = 6000, 2  # tokens; prompts, one for each replica
 
 
 def config_of(name: str) -> ReplicaConfig:
@@ -44,24 +44,35 @@ async def use_all_blocks(stream: ReplicaStream, random: Random) -> None:
     """Touches every page of the cache once, so that no first access is measured."""
     await stream.first_token(tokens(random, 16))
     await asyncio.sleep(0.6)  # an idle tick reports the free blocks
-    for _ in range(stream.load.free_blocks * 16 // 4000 + 1):
-        await stream.first_token(tokens(random, 4000))
+    for _ in range(stream.load.free_blocks * 16 // 256 + 1):
+        await stream.first_token(tokens(random, 256))
 
 
-async def gaps_under_prompts(replicas: list[ReplicaStream], source: str, random: Random, seconds: float) -> list[float]:
-    """Times between tokens of streams on `replicas` while long prompts arrive at them in turn, every `seconds`."""
-    streams = [
-        await replicas[index % len(replicas)].submit(tokens(random, 40), STREAM_TOKENS) for index in range(STREAMS)
-    ]
-    await asyncio.gather(*(stream.reach(10) for stream in streams))
-    turn, waiting = 0, []
-    while not all(stream.done.is_set() for stream in streams):
-        waiting.append(await replicas[turn % len(replicas)].submit(tokens(random, LONG), 1, source))
-        turn += 1
-        await asyncio.sleep(seconds)
-    for answer in waiting:
-        await answer.done.wait()
-    return [gap for stream in streams for gap in stream.gaps[10:]]
+async def gaps_under_prompts(replicas: list[ReplicaStream], source: str, random: Random) -> list[float]:
+    """Times between tokens of streams on `replicas`, while long prompts are computed all the time.
+
+    The streams and the prompts are divided evenly among the replicas. source: the address of the replica that
+    computes the prompts, empty = the one that answers.
+    """
+
+    turns = [replicas[index % len(replicas)] for index in range(STREAMS)]
+    sent: dict[int, Answer] = {}  # the newest prompt of each place
+
+    async def send_prompts(place: int) -> None:
+        while True:
+            sent[place] = await turns[place].submit(tokens(random, LONG), 1, source)
+            await sent[place].done.wait()
+
+    streams = [await replica.submit(tokens(random, 40), STREAM_TOKENS) for replica in turns]
+    await asyncio.gather(*(stream.reach(BEFORE) for stream in streams))
+    tasks = [asyncio.create_task(send_prompts(place)) for place in range(LONG_AT_ONCE)]
+    await asyncio.gather(*(stream.done.wait() for stream in streams))
+    for task in tasks:
+        task.cancel()
+    for place, prompt in sent.items():  # one after another: a gRPC stream takes one message at a time
+        await turns[place].cancel(prompt)
+        await prompt.done.wait()
+    return [gap for stream in streams for gap in stream.gaps[BEFORE:]]
 
 
 async def measure(addresses: list[str], raw_copy: RawCopy, rounds: int) -> dict[str, Any]:
@@ -91,9 +102,9 @@ async def measure(addresses: list[str], raw_copy: RawCopy, rounds: int) -> dict[
         }
         print(f"first token of {length} tokens: {starts[str(length)]}", flush=True)
     gaps: dict[str, list[float]] = {"colocated": [], "disaggregated": []}
-    seconds = await first.first_token(tokens(random, LONG))
-    gaps["colocated"] = await gaps_under_prompts(streams, "", random, seconds)
-    gaps["disaggregated"] = await gaps_under_prompts([first], second.address, random, seconds)
+    for _ in range(rounds):
+        gaps["colocated"] += await gaps_under_prompts(streams, "", random)
+        gaps["disaggregated"] += await gaps_under_prompts([first], second.address, random)
     between = {
         name: {
             "p50_ms": round(statistics.median(found) * 1e3, 1),

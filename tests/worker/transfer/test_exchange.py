@@ -97,6 +97,20 @@ def test_renewals_that_are_answered_keep_a_long_fetch() -> None:
     assert not len(exchange.fetcher), "none was answered"
 
 
+def test_a_fetch_goes_on_as_long_as_its_source_offers() -> None:
+    """A prompt that waited there behind others, or takes longer than predicted, is not computed a second time here."""
+    bench = make_bench()
+    exchange, limits = bench.engine.exchange, bench.engine.exchange.fetcher.limits
+    exchange.fetcher.connect("there", SOURCE)
+    assert exchange.begin(bench.request(TOKENS, source="there"), seconds_per_token=0.1)
+    wait = limits.slowdown * 0.1 * bench.kv.block_size  # of one block
+    exchange.fetcher.receive("there", Granted(1, 9, 0.0))
+    for chunk in range(6):
+        bench.clock.now += 0.9 * (9 - chunk) * wait
+        exchange.fetcher.receive("there", Offer(1, chunk, chunk, chunk + 1, ((chunk + 1,),), computed=False))
+        assert exchange.fetcher._fetches[1].deadline >= bench.clock.now + (8 - chunk) * wait
+
+
 def test_the_measured_speed_of_a_source_reaches_the_load_and_the_limits() -> None:
     bench = make_bench()
     exchange, limits = bench.engine.exchange, bench.engine.exchange.fetcher.limits

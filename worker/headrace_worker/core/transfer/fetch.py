@@ -21,9 +21,9 @@ class FetchLimits:
 
     min_blocks: int = 2  # fewer are computed locally
     margin: float = 0.05  # by which computing a prompt here must be faster, when a router chose a source that computes
-    min_seconds: float = 2.0  # lower bound of a fetch's time limit
-    max_seconds: float = 600.0  # upper bound of a fetch's time limit
-    slowdown: float = 4.0  # the time limit, as a multiple of the time to compute the blocks here
+    min_seconds: float = 2.0  # lower bound of the time until the next offer
+    max_seconds: float = 600.0  # upper bound of it
+    slowdown: float = 4.0  # this time, as a multiple of the predicted one to compute the rest of the blocks here
     deadline_share: float = 0.5  # upper bound, as a share of the time until the request's deadline
     renew: float = 0.5  # between two renewals to a source
     avoid: float = 1.0  # during which a lost source is not used
@@ -31,10 +31,10 @@ class FetchLimits:
     speed_seconds: float = 60.0  # that a source's measured speed counts: one that was slow is tried again
     watermark: float = 0.05  # share of the pool that reservations leave to running requests
 
-    def timeout(self, local_seconds: float, until_deadline: float | None) -> float:
-        """Seconds that a fetch may take, by those to compute the blocks here, and those left to the request."""
+    def timeout(self, local_seconds: float, deadline: float | None, now: float) -> float:
+        """Seconds until a fetch's next offer, by those to compute the rest here and the request's deadline."""
         timeout = min(max(self.min_seconds, self.slowdown * local_seconds), self.max_seconds)
-        return timeout if until_deadline is None else min(timeout, self.deadline_share * until_deadline)
+        return timeout if deadline is None else min(timeout, self.deadline_share * (deadline - now))
 
 
 @dataclass(slots=True)
@@ -74,8 +74,9 @@ class Fetch:
     local_blocks: int  # leading blocks that this replica has already
     held: BlockTable
     wanted: list[Span]  # per cache group
-    deadline: float
+    deadline: float  # of the next offer, which moves it
     started: float
+    seconds_per_block: float  # predicted, to compute it here
     reserved: list[list[int]] | None = None  # per cache group: one block for each wanted index
     chunks: list[Chunk] = field(default_factory=list)
 

@@ -97,7 +97,7 @@ class Fetcher:
         margin = 0.0 if request.cached_only else limits.margin
         if transfer_seconds >= local_seconds + margin > margin:
             return False  # a router that had no measurement yet chose the source
-        timeout = limits.timeout(local_seconds, None if request.deadline is None else request.deadline - now)
+        timeout = limits.timeout(local_seconds, request.deadline, now)
         if timeout <= 0:
             return False  # the request expires in the queue
         if peer in self.close_peers:
@@ -116,6 +116,7 @@ class Fetcher:
             wanted,
             now + timeout,
             started=now,
+            seconds_per_block=seconds_per_token * kv.block_size,
         )
         self.waiting_of[request.tenant_salt] += 1
         self.counters.started += 1
@@ -181,6 +182,9 @@ class Fetcher:
                     return
                 read = Read(number, fetch.number, message.chunk, message.blocks, mine, message.computed)
                 self.orders.append(read)
+                now, rest = self._clock(), (fetch.blocks - fetch.offered) * fetch.seconds_per_block
+                timeout = self.limits.timeout(rest, fetch.request.deadline, now)
+                fetch.deadline = max(fetch.deadline, now + timeout)  # what goes on is not computed a second time
             case Refused() | Failed():
                 self._fail(fetch, notify=isinstance(message, Failed))
             case Commit(chunk=chunk):
