@@ -46,9 +46,9 @@ def test_every_policy_serves_every_request(policy: str) -> None:
 
 
 def test_shared_prefixes_are_found_where_round_robin_finds_few() -> None:
-    trace = generated("shared-prefix", 512, 0)
+    trace = generated("shared-prefix", 256, 0)
     ours, turns = (
-        simulated(trace, replicas=8, cache_blocks=400, policy=name)[1] for name in ("predicted", "round-robin")
+        simulated(trace, replicas=8, cache_blocks=200, policy=name)[1] for name in ("predicted", "round-robin")
     )
     assert turns.hit_rate < 0.2
     assert ours.hit_rate > 3 * turns.hit_rate

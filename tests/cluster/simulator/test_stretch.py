@@ -15,18 +15,18 @@ H200 = latency_model("h200-8b")
 MEASURED = ("wall_seconds", "requests_per_minute", "decision_ms")  # of this machine
 
 SETUPS = {
-    "shared": ("shared-prefix", 80, Setup(H200, replicas=4)),
-    "chat": ("chat", 100, Setup(H200, replicas=3, spread=0.2)),
+    "shared": ("shared-prefix", 40, Setup(H200, replicas=4)),
+    "chat": ("chat", 50, Setup(H200, replicas=3, spread=0.2)),
     "small cache": ("shared-prefix", 120, Setup(H200, replicas=2, cache_blocks=160)),
     "sessions": ("chat", 60, Setup(H200, replicas=3, policy="session")),
-    "pools": ("chat", 80, Setup(H200, replicas=0, prefill=1, decode=2)),
-    "always": ("shared-prefix", 100, Setup(H200, replicas=0, prefill=1, decode=2, disaggregation="always")),
+    "pools": ("chat", 40, Setup(H200, replicas=0, prefill=1, decode=2)),
+    "always": ("shared-prefix", 50, Setup(H200, replicas=0, prefill=1, decode=2, disaggregation="always")),
     "kill": (
         "chat",
-        150,
+        100,
         Setup(H200, replicas=3, changes=(Kill("m0-r1", 3.0, 4.0), Kill("m0-r0", 9.0, 2.0))),
     ),
-    "slow": ("chat", 80, Setup(H200, replicas=3, changes=(Slow("m0-r1", 2.0, 20.0, 6.0),))),
+    "slow": ("chat", 50, Setup(H200, replicas=3, changes=(Slow("m0-r1", 2.0, 20.0, 6.0),))),
 }
 
 

@@ -104,7 +104,6 @@ def test_alone(subject: Subject) -> None:
         assert_oracle(subject, [prompt], run(engine, [prompt], [12]))
 
 
-@with_a_real_model
 def test_in_a_mixed_batch_of_32(subject: Subject) -> None:
     random = Random(2)
     prompts = subject.prompts([random.randrange(1, 70) for _ in range(32)])
