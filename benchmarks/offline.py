@@ -13,8 +13,9 @@ Workloads (random prompts, greedy, end-of-sequence ignored; prompts are new in e
 
 Forms of the embedded model: the GGUF as it is (q4_1), the same values as Q8_0 and F32 files, and in bfloat16. Headrace
 runs in exact and in bf16 arithmetic, once layer by layer (`unfused`), and once with torch's linears (`unpacked`);
-`transformers` is plain `generate`, beside F32. A round before the first one warms up. The form `gdn` is another model,
-with random weights of 0.4 GB in bfloat16: Gated DeltaNet in 6 of its 8 layers, as in Qwen3.5.
+`transformers` is plain `generate`, beside F32. A round before the first one warms up. The forms `gdn` and `mla` are
+other models with random weights: 0.4 GB with Gated DeltaNet in 6 of its 8 layers, as in Qwen3.5; DeepSeek-V3 at 1/64 of
+its width (hidden, inner sizes and number of heads), its latents, 256 experts and 61 layers as they are.
 
 `served` is the engine behind a router that streams to this process, on the same processors; its speed is printed as a
 part of the engine's in this process.
@@ -58,6 +59,17 @@ WORKLOADS = {
     "batch": (32, 128, 64),
     "eight": (8, 32, 64),
 }  # requests, in, out
+RANDOM: dict[str, dict[str, Any]] = {
+    "gdn": {
+        "model_type": "qwen3_5_text", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 8,
+        "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128, "linear_num_key_heads": 8,
+        "linear_num_value_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    },
+    "mla": {
+        "model_type": "deepseek_v3", "hidden_size": 112, "intermediate_size": 288, "moe_intermediate_size": 32,
+        "num_hidden_layers": 61, "num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 24,
+    },
+}  # fmt: skip
 KINDS = {"q8_0": gguf.GGMLQuantizationType.Q8_0, "f32": gguf.GGMLQuantizationType.F32}
 
 Run = Callable[[Sequence[list[int]], Sequence[int]], float]
@@ -106,13 +118,9 @@ def plain_model(source: str, dtype: torch.dtype = torch.float32, save: Path | No
     return model
 
 
-def delta_net_model(folder: Path) -> Any:
-    """Saves a random model with Gated DeltaNet in bfloat16; returns it in float32."""
-    config = AutoConfig.for_model(
-        "qwen3_5_text", hidden_size=1024, intermediate_size=3072, num_hidden_layers=8, num_attention_heads=8,
-        num_key_value_heads=2, head_dim=128, linear_num_key_heads=8, linear_num_value_heads=16, linear_key_head_dim=128,
-        linear_value_head_dim=128, vocab_size=49_152, tie_word_embeddings=True, eos_token_id=2,
-    )  # fmt: skip
+def random_model(folder: Path, fields: dict[str, Any]) -> Any:
+    """Saves a random model in bfloat16; returns it in float32."""
+    config = AutoConfig.for_model(**fields, vocab_size=49_152, tie_word_embeddings=True, eos_token_id=2)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
     source = ReplicaConfig(replica_id="peer", model="peer", source="smollm2")
@@ -218,11 +226,11 @@ def contenders(arguments: argparse.Namespace, folder: Path, stack: ExitStack) ->
         makers["headrace q4_1 unpacked"] = lambda: headrace("smollm2", plan=SurgeryPlan(linears=False, native=False))
     if "f32" in forms:
         makers["transformers f32"] = lambda: transformers(plain_model("smollm2"))
-    if "gdn" in forms:
-        model = delta_net_model(folder / "gdn")
-        makers["headrace gdn"] = lambda: headrace(str(folder / "gdn"))
-        makers["headrace gdn bf16 arithmetic"] = lambda: headrace(str(folder / "gdn"), "bf16")
-        makers["transformers gdn"] = lambda: transformers(model)
+    for form in (form for form in forms if form in RANDOM):
+        plain = random_model(folder / form, RANDOM[form])
+        makers[f"headrace {form}"] = partial(headrace, str(folder / form))
+        makers[f"headrace {form} bf16 arithmetic"] = partial(headrace, str(folder / form), "bf16")
+        makers[f"transformers {form}"] = partial(transformers, plain)
     for form, dtype in {"f32": torch.float32, "bf16": torch.bfloat16}.items():
         if form in forms and (arguments.vllm or form == "bf16"):
             plain_model("smollm2", dtype, folder / form)
@@ -249,7 +257,7 @@ def main() -> None:
     parser.add_argument("--vllm", metavar="PYTHON")
     parser.add_argument("--save", action="store_true", help="append to results/offline.jsonl")
     arguments = parser.parse_args()
-    for name, known in (("forms", {"q4_1", "bf16", "gdn", *KINDS}), ("workloads", {*WORKLOADS})):
+    for name, known in (("forms", {"q4_1", "bf16", *RANDOM, *KINDS}), ("workloads", {*WORKLOADS})):
         if unknown := set(getattr(arguments, name).split(",")) - known:
             parser.error(f"--{name}: {', '.join(sorted(unknown))} is none of {', '.join(sorted(known))}")
     speeds: dict[str, list[float]] = {}
@@ -270,7 +278,7 @@ def main() -> None:
     medians = {name: round(median(values), 1) for name, values in speeds.items()}
     for name, value in medians.items():
         workload, _, contender = name.partition("/")
-        base = "headrace gdn" if " gdn" in contender else "headrace q4_1"
+        base = next((f"headrace {form}" for form in RANDOM if f" {form}" in contender), "headrace q4_1")
         base = contender.replace("served", "headrace") if contender.startswith("served") else base
         engine = medians.get(f"{workload}/{base}")
         print(f"{name:42s} {value:8.1f} tok/s" + (f"  {value / engine:5.2f} of {base}" if engine else ""))

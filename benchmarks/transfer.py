@@ -19,7 +19,7 @@ from typing import Any
 
 import machine  # isort: skip  # before torch: it sets how OpenMP waits
 
-from replicas import Answer, RawCopy, ReplicaStream, fetch_speed, run_replica, serve_raw, tokens
+from replicas import RawCopy, ReplicaStream, fetch_speed, run_replica, serve_raw, tokens
 
 from headrace_worker.core.config import ReplicaConfig
 
@@ -27,10 +27,10 @@ PIECE_BYTES = 3 * 16 * 64 * 4  # the keys of a layer in a block of the embedded 
 FETCHED = 1500  # tokens
 PIECES = FETCHED // 16 * 2 * 30
 PROMPTS = (256, 1500, 4000)
-CACHE = 640 << 20
-STREAMS, STREAM_TOKENS = 16, 60
+CACHE = 1 << 30
+STREAMS, STREAM_TOKENS = 16, 4000  # they are cancelled when the long prompts are computed
 BEFORE = 10  # tokens of each stream, before the long prompts arrive
-LONG, LONG_AT_ONCE = 6000, 2  # tokens; prompts, one for each replica
+LONG, LONG_PROMPTS = 6000, 2  # tokens of each
 
 
 def config_of(name: str) -> ReplicaConfig:
@@ -49,29 +49,18 @@ async def use_all_blocks(stream: ReplicaStream, random: Random) -> None:
 
 
 async def gaps_under_prompts(replicas: list[ReplicaStream], source: str, random: Random) -> list[float]:
-    """Times between tokens of streams on `replicas`, while long prompts are computed all the time.
+    """Times between tokens of streams on `replicas` while long prompts, all sent at once, are computed.
 
     The streams and the prompts are divided evenly among the replicas. source: the address of the replica that
     computes the prompts, empty = the one that answers.
     """
-
     turns = [replicas[index % len(replicas)] for index in range(STREAMS)]
-    sent: dict[int, Answer] = {}  # the newest prompt of each place
-
-    async def send_prompts(place: int) -> None:
-        while True:
-            sent[place] = await turns[place].submit(tokens(random, LONG), 1, source)
-            await sent[place].done.wait()
-
     streams = [await replica.submit(tokens(random, 40), STREAM_TOKENS) for replica in turns]
     await asyncio.gather(*(stream.reach(BEFORE) for stream in streams))
-    tasks = [asyncio.create_task(send_prompts(place)) for place in range(LONG_AT_ONCE)]
-    await asyncio.gather(*(stream.done.wait() for stream in streams))
-    for task in tasks:
-        task.cancel()
-    for place, prompt in sent.items():  # one after another: a gRPC stream takes one message at a time
-        await turns[place].cancel(prompt)
-        await prompt.done.wait()
+    prompts = [await replica.submit(tokens(random, LONG), 1, source) for replica in turns[:LONG_PROMPTS]]
+    await asyncio.gather(*(prompt.done.wait() for prompt in prompts))
+    for replica, stream in zip(turns, streams, strict=True):
+        await replica.cancel(stream)
     return [gap for stream in streams for gap in stream.gaps[BEFORE:]]
 
 
@@ -101,10 +90,10 @@ async def measure(addresses: list[str], raw_copy: RawCopy, rounds: int) -> dict[
             "prefill_replica_ms": round(statistics.median(remote) * 1e3, 1),
         }
         print(f"first token of {length} tokens: {starts[str(length)]}", flush=True)
-    gaps: dict[str, list[float]] = {"colocated": [], "disaggregated": []}
-    for _ in range(rounds):
-        gaps["colocated"] += await gaps_under_prompts(streams, "", random)
-        gaps["disaggregated"] += await gaps_under_prompts([first], second.address, random)
+    gaps = {
+        "colocated": await gaps_under_prompts(streams, "", random),
+        "disaggregated": await gaps_under_prompts([first], second.address, random),
+    }
     between = {
         name: {
             "p50_ms": round(statistics.median(found) * 1e3, 1),

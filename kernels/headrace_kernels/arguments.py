@@ -17,17 +17,28 @@ class KernelArgumentError(ValueError):
 
 def check_attention(query: Tensor, pool: Tensor, meta: AttentionMeta, sinks: Tensor | None, window: int) -> None:
     """query [T, H, D], pool [2, B, K, P, D], sinks [H], H a multiple of K."""
+    if pool.dim() != 5 or pool.shape[0] != 2 or query.dim() != 3:
+        raise _refusal("paged_attention", query, pool)
+    check_uneven(query, pool[0], pool[1], meta, sinks, window)
+
+
+def check_uneven(
+    query: Tensor, keys: Tensor, values: Tensor, meta: AttentionMeta, sinks: Tensor | None, window: int
+) -> None:
+    """query [T, H, D], keys [B, K, P, D], values [B, K, P, E], sinks [H], H a multiple of K."""
     starts, lens, tables = meta.query_starts, meta.seq_lens, meta.block_tables
-    if query.dim() != 3 or pool.dim() != 5 or (starts.dim(), lens.dim(), tables.dim()) != (1, 1, 2):
-        raise _refusal("paged_attention", query, pool, starts, lens, tables)
+    dims = (query.dim(), keys.dim(), values.dim(), starts.dim(), lens.dim(), tables.dim())
+    if dims != (3, 4, 4, 1, 1, 2):
+        raise _refusal("attention", query, keys, values, starts, lens, tables)
     _, heads, head_dim = query.shape
-    parts, _, kv_heads, block_size, size = pool.shape
-    fits = parts == 2 and size == head_dim > 0 and kv_heads > 0 and block_size > 0 and heads % kv_heads == 0
+    _, kv_heads, block_size, size = keys.shape
+    fits = size == head_dim > 0 and values.shape[:3] == keys.shape[:3] and values.shape[3] > 0
+    fits = fits and kv_heads > 0 and block_size > 0 and heads % kv_heads == 0
     if not fits or window < 0 or (sinks is not None and sinks.shape != (heads,)):
-        raise _refusal("paged_attention", query, pool, *(() if sinks is None else (sinks,)))
+        raise _refusal("attention", query, keys, values, *(() if sinks is None else (sinks,)))
     sequences, rows = lens.shape[0], tables if meta.table_rows is None else meta.table_rows
     if starts.shape[0] != sequences + 1 or rows.shape[0] != sequences:
-        raise _refusal("paged_attention", starts, lens, tables)
+        raise _refusal("attention", starts, lens, tables)
 
 
 def check_write(key: Tensor, value: Tensor, pool: Tensor, slots: Tensor) -> None:

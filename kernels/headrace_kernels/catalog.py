@@ -33,6 +33,24 @@ class AttentionRun(Protocol):
     ) -> Tensor: ...
 
 
+class UnevenAttentionRun(Protocol):
+    """Signature of attention to keys and values of different sizes in every backend."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        meta: AttentionMeta,
+        *,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+        deterministic: bool = False,
+    ) -> Tensor: ...
+
+
 class WriteRun(Protocol):
     """Signature of the cache store in every backend."""
 
@@ -82,6 +100,8 @@ def _op(module: str, name: str, *, fast: tuple[str, ...] = ("triton", "cpu")) ->
 WRITE_KV: Op[WriteRun] = _op("cache", "write_kv")
 ROPE_WRITE_KV: Op[RopeWriteRun] = _op("cache", "rope_write_kv")
 PAGED_ATTENTION: Op[AttentionRun] = _op("attention", "paged_attention")
+WRITE_PART: Op[Callable[[Tensor, Tensor, Tensor], None]] = _op("cache", "write_part", fast=())
+UNEVEN_ATTENTION: Op[UnevenAttentionRun] = _op("attention", "uneven_attention", fast=("cpu",))
 RMS_NORM: Op[Callable[[Tensor, Tensor, float], Tensor]] = _op("elementwise", "rms_norm")
 ADD_RMS_NORM: Op[Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]] = _op("elementwise", "add_rms_norm")
 ROPE_ANGLES: Op[Callable[[Tensor, Tensor, float, torch.dtype], tuple[Tensor, Tensor]]] = _op(

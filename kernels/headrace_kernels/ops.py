@@ -43,6 +43,36 @@ def rope_write_kv(
     return catalog.ROPE_WRITE_KV.best(pool)(query, key, value, cos, sin, pool, slots, kv_scale, norms)
 
 
+def write_part(rows: Tensor, part: Tensor, slots: Tensor) -> None:
+    """Stores rows [T, K, D] of new tokens into a layer's keys or values [B, K, P, D], which may be a view.
+
+    slots [T] int64: negative ones may write to block 0.
+    """
+    catalog.WRITE_PART.best(part)(rows, part, slots)
+
+
+def uneven_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    meta: AttentionMeta,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    deterministic: bool = False,
+) -> Tensor:
+    """As ``paged_attention``, with keys and values of different sizes: query [T, H, D], keys [B, K, P, D], values
+    [B, K, P, E] -> [T, H, E]. Both may be views, and values those of a part of the keys.
+
+    Raises KernelArgumentError.
+    """
+    return catalog.UNEVEN_ATTENTION.best(keys)(
+        query, keys, values, meta, scale=scale, window=window, softcap=softcap, sinks=sinks, deterministic=deterministic
+    )
+
+
 def rope_angles(positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin [T, R] of positions [T] int64 times frequencies [R / 2] float32, the same in both halves, times
     ``factor``, in ``dtype``: what ``rope_write_kv`` rotates with.

@@ -66,6 +66,8 @@ def _cases(dtype: torch.dtype) -> Iterator[tuple[Any, tuple[Any, ...], dict[str,
         arguments, options = _attention(dtype, window, sinks)
         yield catalog.PAGED_ATTENTION, arguments, options
         yield catalog.PAGED_ATTENTION, arguments, options | {"deterministic": True}
+        query, pool, meta = arguments
+        yield catalog.UNEVEN_ATTENTION, (query, pool[0], pool[1, ..., :32], meta), options
 
 
 def _copies(arguments: tuple[Any, ...]) -> list[Any]:
@@ -85,7 +87,12 @@ def test_backends_agree_with_the_reference(dtype: torch.dtype) -> None:
                 msg=partial("{} by {}, seed {}: {}".format, op.name, backend, seed),
             )  # fmt: skip
         tested.add(op.name)
-    assert tested == {op.name for op in catalog.ALL} - {"write_kv", "ssd", "selective_scan"}  # see test_scans.py
+    assert tested == {op.name for op in catalog.ALL} - {
+        "write_kv",
+        "write_part",
+        "ssd",
+        "selective_scan",
+    }  # they have own tests
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)

@@ -134,7 +134,7 @@ def test_slots_outside_of_the_pool_are_refused_by_the_cpp_store() -> None:
 def test_shapes_that_do_not_fit_are_refused_by_attention(backend: str, change: Change) -> None:
     case = make_attention_case([(1, 20), (9, 25), (1, 3)])
     change(case)
-    with pytest.raises(KernelArgumentError, match=r"paged_attention: .* do not fit"):
+    with pytest.raises(KernelArgumentError, match=r"attention: .* do not fit"):
         catalog.PAGED_ATTENTION.named(backend)(case.query, case.pool, case.meta, scale=0.3)
 
 

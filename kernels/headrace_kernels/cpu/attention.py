@@ -1,16 +1,17 @@
-"""The C++ attention: float32 on a CPU, head sizes that are multiples of 16, and at most 64 query heads per KV head; the
-rest goes to torch.
+"""The C++ attention: float32 on a CPU, head sizes that are multiples of 16, and at most 64 query heads per KV head, or
+any number to one; the rest goes to torch.
 """
 
 import torch
 from torch import Tensor
 
-from headrace_kernels.arguments import check_attention
-from headrace_kernels.cpu.library import UNSUPPORTED, check_status, load
+from headrace_kernels.arguments import check_attention, check_uneven
+from headrace_kernels.cpu.library import UNSUPPORTED, check_status, load, part_of
 from headrace_kernels.meta import AttentionMeta
 from headrace_kernels.reference import attention as reference
 
 _attention = load().headrace_attention
+_ROWS = 64  # query heads of a group: MAX_ROWS of attention.cpp
 
 
 def paged_attention(
@@ -28,34 +29,74 @@ def paged_attention(
     """See ``headrace_kernels.ops.paged_attention``; always deterministic."""
     check_attention(query, pool, meta, sinks, window)
     meta = meta.gathered(pool.shape[3])
-    if _fits(query, pool, meta):
-        tokens, heads, head_dim = query.shape
-        query = query if query.stride(2) == 1 else query.contiguous()
-        query_token, query_head, _ = query.stride()
-        _, blocks, kv_heads, block_size, _ = pool.shape
-        tables = meta.block_tables
-        logits = sinks.float().cpu().contiguous() if sinks is not None else None
-        out = torch.empty(tokens, heads, head_dim)
-        status = _attention(
-            out.data_ptr(), query.data_ptr(), query_token, query_head, pool.data_ptr(), blocks,
-            meta.query_starts.data_ptr(), meta.seq_lens.data_ptr(), tables.data_ptr(), tables.stride(0),
-            tables.shape[1], tables.shape[0], tokens, heads, kv_heads, head_dim, block_size, scale, window, softcap,
-            logits.data_ptr() if logits is not None else None, torch.get_num_threads(),
-        )  # fmt: skip
-        if status != UNSUPPORTED:
-            check_status("paged_attention", status)
-            return out
+    if kv_scale is None and (out := _run(query, pool[0], pool[1], meta, scale, window, softcap, sinks)) is not None:
+        return out
     return reference.paged_attention(
         query, pool, meta, scale=scale, window=window, softcap=softcap, sinks=sinks, kv_scale=kv_scale,
         deterministic=deterministic,
     )  # fmt: skip
 
 
-def _fits(query: Tensor, pool: Tensor, meta: AttentionMeta) -> bool:
-    starts, lens, tables = meta.query_starts, meta.seq_lens, meta.block_tables
-    return (
-        query.dtype is pool.dtype is torch.float32
-        and starts.dtype is lens.dtype is tables.dtype is torch.int32
-        and (query.is_cpu and pool.is_cpu and starts.is_cpu and lens.is_cpu and tables.is_cpu)
-        and (pool.is_contiguous() and starts.is_contiguous() and lens.is_contiguous() and tables.stride(1) == 1)
+def uneven_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    meta: AttentionMeta,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    deterministic: bool = False,
+) -> Tensor:
+    """See ``headrace_kernels.ops.uneven_attention``; always deterministic."""
+    check_uneven(query, keys, values, meta, sinks, window)
+    meta = meta.gathered(keys.shape[2])
+    out = _run(query, keys, values, meta, scale, window, softcap, sinks)
+    if out is not None:
+        return out
+    return reference.uneven_attention(
+        query, keys, values, meta, scale=scale, window=window, softcap=softcap, sinks=sinks, deterministic=deterministic
     )
+
+
+def _run(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    meta: AttentionMeta,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
+) -> Tensor | None:
+    """None for what the C++ code was not written for."""
+    starts, lens, tables = meta.query_starts, meta.seq_lens, meta.block_tables
+    floats, numbers = (query, keys, values), (starts, lens, tables)
+    if {x.dtype for x in floats} != {torch.float32} or {x.dtype for x in numbers} != {torch.int32}:
+        return None
+    if (
+        not all(x.is_cpu for x in (*floats, *numbers))
+        or not keys.stride(3) == values.stride(3) == tables.stride(1) == 1
+    ):
+        return None
+    if not starts.is_contiguous() or not lens.is_contiguous():
+        return None
+    query = query if query.stride(2) == 1 else query.contiguous()
+    (tokens, heads, size), value_size = query.shape, values.shape[3]
+    (query_token, query_head, _), (blocks, kv_heads, block_size, _) = query.stride(), keys.shape
+    one_head = kv_heads == 1 and heads > _ROWS
+    if one_head:  # in groups that a tile holds
+        kv_heads = next(groups for groups in range(2, heads + 1) if heads % groups == 0 and heads // groups <= _ROWS)
+    logits = sinks.float().cpu().contiguous() if sinks is not None else None
+    out = torch.empty(tokens, heads, value_size)
+    status = _attention(
+        out.data_ptr(), query.data_ptr(), query_token, query_head, part_of(keys, one_head=one_head),
+        part_of(values, one_head=one_head), blocks, starts.data_ptr(), lens.data_ptr(), tables.data_ptr(),
+        tables.stride(0), tables.shape[1], tables.shape[0], tokens, heads, kv_heads, size, value_size, block_size,
+        scale, window, softcap, logits.data_ptr() if logits is not None else None, torch.get_num_threads(),
+    )  # fmt: skip
+    if status == UNSUPPORTED:
+        return None
+    check_status("attention", status)
+    return out

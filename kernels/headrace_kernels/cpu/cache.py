@@ -5,7 +5,7 @@ from torch import Tensor
 
 from headrace_kernels.arguments import check_write
 from headrace_kernels.cpu.elementwise import apply_rope, rms_norm
-from headrace_kernels.cpu.library import check_status, load
+from headrace_kernels.cpu.library import check_status, load, part_of
 from headrace_kernels.meta import HeadNorms
 from headrace_kernels.reference import cache as reference
 
@@ -22,8 +22,9 @@ def write_kv(key: Tensor, value: Tensor, pool: Tensor, slots: Tensor, kv_scale: 
     key_token, key_head, _ = key.stride()
     value_token, value_head, _ = value.stride()
     status = _write_kv(
-        key.data_ptr(), key_token, key_head, value.data_ptr(), value_token, value_head, pool.data_ptr(), pool.shape[1],
-        slots.data_ptr(), tokens, kv_heads, head_dim, pool.shape[3], torch.get_num_threads(),
+        key.data_ptr(), key_token, key_head, value.data_ptr(), value_token, value_head, part_of(pool[0]),
+        part_of(pool[1]), pool.shape[1], slots.data_ptr(), tokens, kv_heads, head_dim, pool.shape[3],
+        torch.get_num_threads(),
     )  # fmt: skip
     check_status("write_kv", status)
     return None
@@ -53,7 +54,7 @@ def _fits(key: Tensor, value: Tensor, pool: Tensor, slots: Tensor) -> bool:
         pool.dtype is key.dtype is value.dtype is torch.float32
         and slots.dtype is torch.int64
         and (pool.is_cpu and key.is_cpu and value.is_cpu and slots.is_cpu)
-        and pool.is_contiguous()
+        and pool.stride(-1) == 1
     )
 
 

@@ -130,8 +130,8 @@ class _Layer(ctypes.Structure):
 
 class _Cache(ctypes.Structure):
     _fields_ = [
-        ("pool", _P),
-        *((name, _I) for name in ("pool_blocks", "block_size", "window")),
+        *((name, _P) for name in ("keys", "values")),
+        *((name, _I) for name in ("pool_blocks", "block_stride", "block_size", "window")),
         *((name, _P) for name in ("query_starts", "seq_lens", "tables")),
         *((name, _I) for name in ("table_stride", "table_entries", "sequences")),
         ("slots", _P),
@@ -142,7 +142,7 @@ class _Cache(ctypes.Structure):
 class LayerPool:
     """Where one layer keeps keys and values."""
 
-    pool: Tensor  # [2, B, K, P, D]
+    pool: Tensor  # [2, B, K, P, D], each block's [K, P, D] contiguous
     window: int  # keys that a query attends to; 0 = all
     group: int  # which meta of a step describes its blocks
 
@@ -163,7 +163,7 @@ class Layers:
         self._space = 2 * first.qkv.weight.inputs + first.out.weight.inputs + 3 * first.down.weight.inputs
         self._kv_heads, self._head_dim = first.kv_heads, first.head_dim
         self._table = (_Layer * len(self.weights))(*map(_layer, self.weights))
-        # Every field of it has eight bytes: pool, its blocks, their size and the window, then seven of the step's meta.
+        # Every field of it has eight bytes: those of the layer's pool and window, then seven of the step's meta.
         self._caches = np.zeros((len(self.weights), ctypes.sizeof(_Cache) // 8), np.int64)
         self._caches_at = self._caches.ctypes.data
         self._groups: dict[int, list[int]] = {}
@@ -173,13 +173,14 @@ class Layers:
         self._groups = {}
         for i, layer in enumerate(pools):
             pool = layer.pool
-            plain = pool.dtype is torch.float32 and pool.is_cpu and pool.is_contiguous()
+            plain = pool.dtype is torch.float32 and pool.is_cpu and pool[0, 0].is_contiguous()
             if not plain or (pool.shape[2], pool.shape[4]) != (self._kv_heads, self._head_dim):
                 raise KernelArgumentError(
                     f"layers: a pool {list(pool.shape)} of {pool.dtype} is not for {self._kv_heads} KV heads of size "
                     f"{self._head_dim} in float32. This is a bug: please report it."
                 )
-            self._caches[i, :4] = pool.data_ptr(), pool.shape[1], pool.shape[3], layer.window
+            places = pool[0].data_ptr(), pool[1].data_ptr(), pool.shape[1], pool.stride(1), pool.shape[3], layer.window
+            self._caches[i, : len(places)] = places
             self._groups.setdefault(layer.group, []).append(i)
 
     def __call__(
@@ -200,7 +201,7 @@ class Layers:
         if not all(plain):
             raise KernelArgumentError("layers: the step is not in float32 on a CPU. This is a bug: please report it.")
         for group, rows in self._groups.items():
-            self._caches[rows, 4:] = _step(metas[group], tokens)
+            self._caches[rows, 6:] = _step(metas[group], tokens)
         start, count = (0, len(self.weights)) if only is None else (only, 1)
         out = hidden.clone(memory_format=torch.contiguous_format)
         qkv = torch.empty(count, tokens, self._width)

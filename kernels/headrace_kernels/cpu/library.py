@@ -8,8 +8,10 @@ import ctypes
 import functools
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from headrace_kernels.arguments import KernelArgumentError
 from headrace_kernels.cpu.build import TARGETS, KernelBuildError, find_library
@@ -21,8 +23,8 @@ _CODES = {"p": _POINTER, "i": _INT, "f": _FLOAT}
 
 # Argument types by function: p pointer, i int64, f float.
 _SIGNATURES = {
-    "headrace_attention": "ppiipipppiiiiiiiififpi",
-    "headrace_write_kv": "piipiipipiiiii",
+    "headrace_attention": "ppiippipppiiiiiiiiififpi",
+    "headrace_write_kv": "piipiippipiiiii",
     "headrace_rms_norm": "ppipiifi",
     "headrace_add_rms_norm": "pppipipiifi",
     "headrace_activate": "ppipiiiii",
@@ -107,6 +109,16 @@ def load() -> ctypes.CDLL:
     except (OSError, AttributeError) as error:
         raise KernelBuildError(f"the compiled kernels do not load ({type(error).__name__})") from error
     return library
+
+
+class _Part(ctypes.Structure):
+    _fields_ = [("data", _POINTER), *((name, _INT) for name in ("block", "head", "row"))]
+
+
+def part_of(part: Tensor, *, one_head: bool = False) -> Any:
+    """Keys or values [B, K, P, D] as an argument. one_head: to which all groups of query heads attend."""
+    block, head, row, _ = part.stride()
+    return ctypes.byref(_Part(part.data_ptr(), block, 0 if one_head else head, row))
 
 
 def check_status(op: str, status: int) -> None:

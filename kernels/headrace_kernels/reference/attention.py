@@ -27,13 +27,53 @@ def paged_attention(
     bucket holds query lengths of one power of two: decode rows are never padded to the length of a prefill chunk, and
     at most about twice the necessary work is done.
     """
-    out = torch.zeros_like(query, memory_format=torch.contiguous_format)
+    scales = (None, None) if kv_scale is None else (kv_scale[0], kv_scale[1])
+    return _attend(
+        query, (pool[0], pool[1]), scales, meta, scale=scale, window=window, softcap=softcap, sinks=sinks,
+        deterministic=deterministic,
+    )  # fmt: skip
+
+
+def uneven_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    meta: AttentionMeta,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    deterministic: bool = False,
+) -> Tensor:
+    """As `paged_attention`, over keys [B, K, P, D] and values [B, K, P, E]."""
+    return _attend(
+        query, (keys, values), (None, None), meta, scale=scale, window=window, softcap=softcap, sinks=sinks,
+        deterministic=deterministic,
+    )  # fmt: skip
+
+
+def _attend(
+    query: Tensor,
+    parts: tuple[Tensor, Tensor],
+    scales: tuple[Tensor | None, Tensor | None],
+    meta: AttentionMeta,
+    *,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
+    deterministic: bool,
+) -> Tensor:
+    """parts: keys and values. scales: of both, where they are quantized."""
+    out = query.new_zeros(*query.shape[:2], parts[1].shape[3])
     if deterministic and len(query) > 1:
         for token, alone in _token_by_token(meta):
             row = slice(token, token + 1)
-            out[row] = paged_attention(
-                query[row], pool, alone, scale=scale, window=window, softcap=softcap, sinks=sinks, kv_scale=kv_scale
-            )
+            out[row] = _attend(
+                query[row], parts, scales, alone, scale=scale, window=window, softcap=softcap, sinks=sinks,
+                deterministic=False,
+            )  # fmt: skip
         return out
     query_lens = (meta.query_starts[1:] - meta.query_starts[:-1]).long()
     buckets = torch.frexp((query_lens * 2 - 1).clamp(min=0).float())[1]  # 1 | 2 | 3-4 | 5-8 | ...
@@ -41,7 +81,7 @@ def paged_attention(
         members = ((buckets == bucket) & (query_lens > 0) & (meta.seq_lens > 0)).nonzero().flatten()
         if len(members):
             lens = query_lens[members]
-            _attend_bucket(out, query, pool, meta, members, lens, scale, window, softcap, sinks, kv_scale)
+            _attend_bucket(out, query, parts, scales, meta, members, lens, scale, window, softcap, sinks)
     return out
 
 
@@ -65,7 +105,8 @@ def _token_by_token(meta: AttentionMeta) -> Iterator[tuple[int, AttentionMeta]]:
 def _attend_bucket(
     out: Tensor,
     query: Tensor,
-    pool: Tensor,
+    parts: tuple[Tensor, Tensor],
+    scales: tuple[Tensor | None, Tensor | None],
     meta: AttentionMeta,
     members: Tensor,
     query_lens: Tensor,
@@ -73,11 +114,10 @@ def _attend_bucket(
     window: int,
     softcap: float,
     sinks: Tensor | None,
-    kv_scale: Tensor | None,
 ) -> None:
     device = query.device
     num_heads = query.shape[1]
-    num_kv_heads, block_size = pool.shape[2:4]
+    num_kv_heads, block_size = parts[0].shape[1:3]
     group = num_heads // num_kv_heads
     seq_lens = meta.seq_lens[members].long()
 
@@ -95,12 +135,7 @@ def _attend_bucket(
     read_SL = torch.minimum(key_pos_SL, seq_lens[:, None] - 1)
     block_SL = meta.block_tables[members].long().gather(1, read_SL // block_size)
     offset_SL = read_SL % block_size
-    if kv_scale is None:
-        read = pool[:, block_SL, :, offset_SL].float()
-    else:
-        read = pool.view(torch.uint8)[:, block_SL, :, offset_SL].view(pool.dtype).float()  # torch cannot index float8
-        read = read * kv_scale[:, block_SL, :, offset_SL][..., None]
-    keys, values = read.unbind(2)  # [S, L, K, D] each
+    keys, values = (_read(*part, block_SL, offset_SL) for part in zip(parts, scales, strict=True))
 
     scores = torch.einsum("sqkgd,slkd->skgql", q, keys) * scale
     if softcap:
@@ -119,3 +154,11 @@ def _attend_bucket(
         total = total + torch.exp(sink - peak)
     mixed = torch.einsum("skgql,slkd->sqkgd", weights / total, values)
     out[token_SQ[present_SQ]] = mixed.flatten(2, 3)[present_SQ].to(out.dtype)
+
+
+def _read(part: Tensor, scale: Tensor | None, block: Tensor, offset: Tensor) -> Tensor:
+    """Of keys or values [B, K, P, D], those at places [S, L] -> [S, L, K, D] float32."""
+    if scale is None:
+        return part[block, :, offset].float()
+    read = part.view(torch.uint8)[block, :, offset].view(part.dtype).float()  # torch cannot index float8
+    return read * scale[block, :, offset][..., None]

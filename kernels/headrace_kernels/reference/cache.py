@@ -32,6 +32,12 @@ def write_kv(key: Tensor, value: Tensor, pool: Tensor, slots: Tensor, kv_scale: 
             kv_scale[part, block, :, offset] = scale
 
 
+def write_part(rows: Tensor, part: Tensor, slots: Tensor) -> None:
+    """Stores rows [T, K, D] into keys or values [B, K, P, D] at ``slots`` [T]; negative ones go to the null block."""
+    slots = slots.clamp(min=0)
+    part[slots // part.shape[2], :, slots % part.shape[2]] = rows.to(part.dtype)
+
+
 def rope_write_kv(
     query: Tensor,
     key: Tensor,

@@ -16,7 +16,7 @@ from headrace_kernels.cpu import build
 TESTS = Path(__file__).parents[2]
 FILES = (
     *(f"kernels/test_{name}.py" for name in ("agreement", "attention", "bounds", "cache", "elementwise", "exchange")),
-    *(f"kernels/test_{name}.py" for name in ("noise", "packed", "recurrent", "scans")),
+    *(f"kernels/test_{name}.py" for name in ("draw", "packed", "recurrent", "scans", "uneven")),
     "worker/model/test_native_layers.py",
 )
 _CHECKS = ("-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")

@@ -46,6 +46,19 @@ OTHER_RECURRENT: dict[str, tuple[int, int]] = {
     "nemotron_h": (2, 2),
     "olmo_hybrid": (1, 2),
 }
+# Families that cache something else than keys and values of one size, and the ranks and stages of a test.
+OTHER_CACHES: dict[str, tuple[int, int]] = {
+    "deepseek_v3": (2, 2),
+    "deepseek_v2": (2, 1),
+    "glm4_moe_lite": (4, 1),
+    "minicpm3": (2, 1),
+    "youtu": (1, 2),
+    "axk1": (2, 1),
+    "gemma4_text": (2, 2),
+    "gemma4_text-shared": (2, 1),
+    "gemma4_text-equal": (2, 1),
+    "mimo_v2_flash": (4, 1),
+}
 # With activations that depend on all of a layer's, and two layers that attend to keys and values of earlier ones.
 GEMMA3N: dict[str, Any] = {
     "num_hidden_layers": 6,
@@ -96,6 +109,31 @@ WITH_IMAGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"model_type": "qwen3_5_text"} | tiny_models.RECURRENT["qwen3_5_text"],
         {"vision_config": _VISION | {"num_hidden_layers": 2}, "insert_layer_id": 0},
     ),
+    "gemma4": (
+        tiny_models.OTHER_CACHES["gemma4_text"],
+        {
+            "audio_config": None,
+            "vision_config": {
+                "hidden_size": 32,
+                "intermediate_size": 32,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "head_dim": 16,
+            },
+        },
+    ),
+    "kimi_k25": (
+        {"model_type": "deepseek_v3"} | tiny_models.OTHER_CACHES["deepseek_v3"],
+        {
+            "vision_config": {
+                "hidden_size": 32,
+                "intermediate_size": 32,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+            }
+        },
+    ),
     "llava_next": ({"model_type": "llama"}, {"vision_config": _VISION | {"model_type": "clip_vision_model"}}),
 }
 
@@ -105,7 +143,7 @@ def tiny_options(family: str) -> dict[str, Any]:
     if family in WITH_IMAGES:
         text, others = WITH_IMAGES[family]
         return {"model_type": family, "text_config": TINY | text} | others
-    others = {**tiny_models.RECURRENT, **FAMILIES, **RECURRENT, "gemma3n_text": GEMMA3N}
+    others = {**tiny_models.RECURRENT, **tiny_models.OTHER_CACHES, **FAMILIES, **RECURRENT, "gemma3n_text": GEMMA3N}
     return {"model_type": family} | TINY | others.get(family, {})
 
 

@@ -43,6 +43,60 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+_LATENT: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,  # with the rotary key a size that the C++ kernels take
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 12,
+}
+_DEEPSEEK_EXPERTS: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
+_GEMMA_4: dict[str, Any] = {
+    "model_type": "gemma4_text",
+    "num_hidden_layers": 8,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 7,
+    "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 2,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": 320,
+}
+# With latents instead of keys and values, sizes that differ between layers, or between keys and values.
+OTHER_CACHES: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {**_LATENT, **_DEEPSEEK_EXPERTS},
+    "deepseek_v2": {**_LATENT, **_DEEPSEEK_EXPERTS, "q_lora_rank": None, "topk_method": "greedy"},
+    "glm4_moe_lite": {**_LATENT, **_DEEPSEEK_EXPERTS},
+    "minicpm3": {**_LATENT, "qk_rope_head_dim": 8},
+    "youtu": _LATENT,
+    "axk1": {**_LATENT, **_DEEPSEEK_EXPERTS},
+    "gemma4_text": _GEMMA_4,  # two layers with a window in the place of one without
+    "gemma4_text-shared": {**_GEMMA_4, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 3},
+    "gemma4_text-equal": {**_GEMMA_4, "attention_k_eq_v": True, "num_global_key_value_heads": 1},  # their values
+    "mimo_v2_flash": {
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "head_dim": 32,
+        "v_head_dim": 16,
+        "num_key_value_heads": 1,  # twice as many with a window
+        "sliding_window": 9,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+    },
+}
+
+
 _DELTA_RULE: dict[str, Any] = {
     "num_hidden_layers": 4,
     "hidden_size": 64,
@@ -76,6 +130,29 @@ _MAMBA_2: dict[str, Any] = {
     "mamba_chunk_size": 8,
 }
 RECURRENT: dict[str, dict[str, Any]] = {
+    "kimi_linear": {
+        **_LATENT,
+        **_DEEPSEEK_EXPERTS,
+        "num_hidden_layers": 4,
+        "q_lora_rank": None,
+        "linear_num_heads": 4,
+        "linear_head_dim": 16,
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    },
+    "bailing_hybrid": {
+        **_LATENT,
+        "num_hidden_layers": 4,
+        "q_lora_rank": None,
+        "head_dim": 16,
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+        "num_mtp_layers": 0,
+    },
     "qwen3_next": {**_DELTA_RULE, **_FOUR_EXPERTS},
     "qwen3_5_text": {**_DELTA_RULE, "rope_parameters": _ROPE},
     # Sizes of no whole vectors: torch's activations differ in their last bits between the body and the rest of a row.
@@ -165,7 +242,7 @@ def save_tiny(family: str, folder: Path) -> Path:
     if family in RECURRENT_WITH_IMAGES:
         text, others = RECURRENT_WITH_IMAGES[family]
         return save_random({"model_type": family, "text_config": text} | others, folder)
-    return save_random({"model_type": family} | TINY | {**FAMILIES, **RECURRENT}[family], folder)
+    return save_random({"model_type": family} | TINY | {**FAMILIES, **OTHER_CACHES, **RECURRENT}[family], folder)
 
 
 def save_random(options: dict[str, Any], folder: Path) -> Path:

@@ -60,7 +60,7 @@ def test_nine_kernels_for_a_layer(family: str, half: Callable[[str], Path], monk
         hidden = torch.randn(1, 2, layers[0].first_norm.weight.shape[0], dtype=torch.bfloat16)
         rotary = torch.randn(1, 2, attention.head_dim, dtype=torch.bfloat16)
         counts.clear()
-        step = StepContext({layer: LayerCache(0, pool, 0) for layer in range(3)}, [meta])
+        step = StepContext({layer: LayerCache.of(0, pool, 0) for layer in range(3)}, [meta])
         with torch.no_grad(), step_context(step), _Launches(counts):
             JoinedLayers(layers[:number])(hidden, (rotary, rotary))
         return counts.copy()

@@ -102,7 +102,6 @@ def test_unsupported_models_are_refused_by_name(fields: dict[str, Any], sentence
         ("recurrent_gemma", {}, "keep recurrent state of a kind that is not served"),
         ("falcon_mamba", {}, "keep recurrent state alone"),
         ("zamba2", {}, "share the modules of attention between layers"),
-        ("kimi_linear", {}, "compress keys and values"),
         ("bamba", {"attn_layer_indices": []}, "no layer of attention, but recurrent state alone"),
         ("jamba", {"num_hidden_layers": 4}, "no layer of attention, but recurrent state alone"),
     ],

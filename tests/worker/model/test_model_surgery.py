@@ -172,5 +172,5 @@ def test_layout_of_stages_has_the_same_groups_everywhere(pattern: str, stages: i
         for group in rank.groups:
             assert all((kinds[layer] == "full_attention") == (group.window == 0) for layer in group.layers)
     # A token's memory on the fullest stage: close to its share of the whole.
-    fullest = max(rank.layers_per_group * len(rank.groups) for rank in ranks)
+    fullest = max(rank.slots * len(rank.groups) for rank in ranks)
     assert fullest <= 1.5 * -(-len(kinds) // stages) + 1

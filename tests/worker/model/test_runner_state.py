@@ -41,6 +41,29 @@ def make_layout(windows: tuple[int, ...] = (0,), layers: int = 2, block_size: in
     return CacheLayout(block_size, groups, 4)
 
 
+def test_layers_of_different_shapes_share_slots_without_an_overlap() -> None:
+    small = CacheGroupSpec(0, (0, 1, 2), 2, 8, 5, share=2)
+    large = CacheGroupSpec(1, (3, 4), 2, 16)
+    uneven = CacheGroupSpec(1, (3, 4), 1, 24, value_dim=8)
+    latents = CacheGroupSpec(0, (0, 1, 2), 1, 24, value_dim=0)
+    for groups, entries in (((small, large), 32 + 32), ((small, uneven), 32 + 32), ((latents,), 24)):
+        layout = CacheLayout(4, groups, 4)
+        slots = 3 if groups == (latents,) else 2
+        assert layout.slots == slots and layout.block_bytes == slots * 4 * entries * 4
+        pools = make_pools(layout, 3, torch.float32, CPU)
+        assert sum(pool.numel() for pool in pools) * 4 == 3 * layout.block_bytes
+        caches = bind_layers(layout, pools, {7: groups[0].layers[0]})
+        assert not caches[7].stores and caches[7].parts == caches[0].parts
+        for group in groups:
+            for layer in group.layers:
+                for part in caches[layer].parts:
+                    part[group.index] = layer + 1.0  # each group writes to a block of its own
+        for group in groups:
+            for layer in group.layers:
+                assert all((part[group.index] == layer + 1.0).all() for part in caches[layer].parts)
+                assert (caches[layer].pool is None) == (group.value_dim is not None)
+
+
 def test_attention_outside_a_step_or_of_another_shape_is_an_error() -> None:
     layout = make_layout()
     caches = bind_layers(layout, make_pools(layout, 3, torch.float32, CPU))
@@ -54,7 +77,7 @@ def test_attention_outside_a_step_or_of_another_shape_is_an_error() -> None:
             pass
         with pytest.raises(StepContextError, match="attends to 5 tokens"):
             attend(0, x, x, x, scale=1.0, window=5)
-        with pytest.raises(StepContextError, match="3 KV heads of size 8"):
+        with pytest.raises(StepContextError, match="3 KV heads with keys of size 8"):
             attend(0, x, torch.zeros(1, 3, 8), x, scale=1.0)
         with pytest.raises(StepContextError, match="keys of size 8 and values of size 4"):
             attend(0, x, x, torch.zeros(1, 2, 4), scale=1.0)

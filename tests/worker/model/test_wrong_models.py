@@ -96,7 +96,7 @@ def forward(window: int, **arguments: Any) -> torch.Tensor:
         torch.ones(1, 1, dtype=torch.int32), torch.arange(8, 8 + T), T, T,
     )  # fmt: skip
     query, key = torch.randn(1, H, T, D), torch.randn(1, K, T, D)
-    with step_context(StepContext({0: LayerCache(0, torch.zeros(2, 2, K, 8, D), window)}, [meta])):
+    with step_context(StepContext({0: LayerCache.of(0, torch.zeros(2, 2, K, 8, D), window)}, [meta])):
         return attention_forward(module, query, key, key, **{"attention_mask": None} | arguments)[0]
 
 
@@ -134,7 +134,7 @@ def test_a_mask_of_a_familys_own_is_refused(tmp_path: Path, monkeypatch: pytest.
 
 def run_once(model: LoadedModel) -> None:
     layers = {
-        layer: LayerCache(group.index, torch.zeros(2, 2, group.num_kv_heads, 16, group.head_dim), group.window)
+        layer: LayerCache.of(group.index, torch.zeros(2, 2, group.num_kv_heads, 16, group.head_dim), group.window)
         for group in model.layout.groups
         for layer in group.layers
     }

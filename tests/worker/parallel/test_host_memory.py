@@ -1,7 +1,7 @@
 """KV blocks that were evicted to host memory and disk come back: a replica in this process, and several ranks."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -14,6 +14,7 @@ from support.worker.tiny_models import replica_config
 
 BLOCK_BYTES = 2 * 3 * 2 * 4 * 16 * 4  # keys and values, layers, KV heads, positions, head size, float32
 BLOCKS = 200
+BYTES_OF = {"llama": BLOCK_BYTES, "deepseek_v3": 3 * 4 * 48 * 4, "mimo_v2_flash": 2 * 4 * 2 * (32 + 16) * 4}
 OPTIONS = {"kv_cache_memory": BLOCKS * BLOCK_BYTES, "kv_offload_memory": 8 << 20, "max_num_batched_tokens": 64}
 
 
@@ -46,27 +47,14 @@ def ask_after_a_restart(stream: Any, folder: Path, check_oracle: Callable[..., N
     assert counters.blocks_filled >= 20 and counters.blocks_loaded >= 20 and stream.load.load_token_ms > 0
 
 
-@pytest.fixture
-def replica(save_tiny: Callable[..., Path]) -> Iterator[str]:
-    fields = {"max_num_seqs": 4, "max_model_len": 128} | OPTIONS
-    made = Replica(replica_config(save_tiny("llama"), replica_id="one", block_size=4, **fields), MEMBER.secret)
-    yield made.start().address
-    made.stop()
-
-
 @pytest.mark.faults("ranks")
-def test_a_prompt_comes_back_from_host_memory(
-    replica: str, router_client: Any, save_tiny: Callable[..., Path], check_oracle: Callable[..., None]
-) -> None:
-    ask_twice(router_client.connect(replica), save_tiny("llama"), check_oracle)
-
-
-@pytest.mark.faults("ranks")
+@pytest.mark.parametrize("family", BYTES_OF)
 def test_a_replica_that_starts_again_finds_what_is_on_disk(
-    router_client: Any, save_tiny: Callable[..., Path], check_oracle: Callable[..., None], tmp_path: Path
+    family: str, router_client: Any, save_tiny: Callable[..., Path], check_oracle: Callable[..., None], tmp_path: Path
 ) -> None:
-    folder = save_tiny("llama")
-    fields = {"max_num_seqs": 4, "max_model_len": 128, "kv_offload_dir": str(tmp_path / "kv")} | OPTIONS
+    folder = save_tiny(family)
+    fields: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 128, "kv_offload_dir": str(tmp_path / "kv")}
+    fields |= OPTIONS | {"kv_cache_memory": BLOCKS * BYTES_OF[family]}
     for ask in (ask_twice, ask_after_a_restart):
         made = Replica(replica_config(folder, replica_id="one", block_size=4, **fields), MEMBER.secret)
         ask(router_client.connect(made.start().address), folder, check_oracle)

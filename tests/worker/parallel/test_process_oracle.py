@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from support.ranks.families import FAMILIES, MOE, OTHER_RECURRENT, RECURRENT
+from support.ranks.families import FAMILIES, MOE, OTHER_CACHES, OTHER_RECURRENT, RECURRENT
 from support.ranks.workloads import prompts
 
 SPLITS = ((2, 1), (4, 1), (1, 2), (2, 2), (4, 2))
@@ -23,7 +23,7 @@ SPLITS = ((2, 1), (4, 1), (1, 2), (2, 2), (4, 2))
         ("qwen3_5_text", 1, 2),
         ("qwen3_5_text", 2, 2),
         ("qwen3_5_moe_text", 2, 1),
-        *((family, *split) for family, split in OTHER_RECURRENT.items()),
+        *((family, *split) for family, split in {**OTHER_RECURRENT, **OTHER_CACHES}.items()),
         ("gemma3", 2, 2),
         ("gemma3n_text", 2, 1),
     ],

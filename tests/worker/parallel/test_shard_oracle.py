@@ -6,12 +6,23 @@ from typing import Any
 
 import pytest
 
-from support.ranks.families import FAMILIES, OTHER_RECURRENT, RECURRENT, WITH_IMAGES
+from support.ranks.families import FAMILIES, OTHER_CACHES, OTHER_RECURRENT, RECURRENT, WITH_IMAGES
 from support.ranks.workloads import prompts
 
 
 @pytest.mark.parametrize(
-    "family", [*FAMILIES, *RECURRENT, *OTHER_RECURRENT, "falcon_h1", "lfm3", *WITH_IMAGES, "gemma3n_text"]
+    "family",
+    [
+        *FAMILIES,
+        *OTHER_CACHES,
+        *RECURRENT,
+        *OTHER_RECURRENT,
+        "kimi_linear",
+        "falcon_h1",
+        "lfm3",
+        *WITH_IMAGES,
+        "gemma3n_text",
+    ],
 )
 def test_tokens_of_one_rank(
     family: str,
@@ -29,7 +40,16 @@ def test_tokens_of_one_rank(
 
 @pytest.mark.parametrize(
     ("family", "tp", "pp", "blocks"),
-    [("llama", 2, 2, 26), ("mistral", 4, 1, 16), ("gemma3_text", 2, 2, 26), ("gemma3n_text", 1, 1, 26)],
+    [
+        ("llama", 2, 2, 26),
+        ("mistral", 4, 1, 16),
+        ("gemma3_text", 2, 2, 26),
+        ("gemma3n_text", 1, 1, 26),
+        ("deepseek_v3", 2, 1, 26),
+        ("gemma4_text", 2, 2, 26),
+        ("gemma4_text-shared", 1, 1, 26),
+        ("mimo_v2_flash", 1, 1, 26),
+    ],
 )
 def test_tokens_after_preemption_and_from_a_cached_prefix(
     family: str,

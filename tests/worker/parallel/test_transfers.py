@@ -57,9 +57,8 @@ def pair(rank_group: Callable[..., Any], router_client: Any) -> Callable[..., An
     return make
 
 
-CASES = [("llama", *split) for split in SPLITS] + [
-    (family, *split) for family in ("mistral", "gemma2") for split in WINDOWED
-]
+OTHERS = ("mistral", "gemma2", "deepseek_v3", "gemma4_text", "mimo_v2_flash")
+CASES = [("llama", *split) for split in SPLITS] + [(family, *split) for family in OTHERS for split in WINDOWED]
 
 
 @pytest.mark.parametrize(("family", "source", "target"), CASES)

@@ -97,18 +97,21 @@ def test_renewals_that_are_answered_keep_a_long_fetch() -> None:
     assert not len(exchange.fetcher), "none was answered"
 
 
-def test_a_fetch_goes_on_as_long_as_its_source_offers() -> None:
-    """A prompt that waited there behind others, or takes longer than predicted, is not computed a second time here."""
+def test_the_time_limit_of_a_fetch_begins_again_when_the_source_computes() -> None:
+    """The prompt waits there behind others; what the source had in its cache is offered before."""
     bench = make_bench()
     exchange, limits = bench.engine.exchange, bench.engine.exchange.fetcher.limits
     exchange.fetcher.connect("there", SOURCE)
     assert exchange.begin(bench.request(TOKENS, source="there"), seconds_per_token=0.1)
-    wait = limits.slowdown * 0.1 * bench.kv.block_size  # of one block
+    fetch = exchange.fetcher._fetches[1]
+    wait = limits.slowdown * 0.1 * 9 * bench.kv.block_size
+    assert fetch.deadline == bench.clock.now + wait
     exchange.fetcher.receive("there", Granted(1, 9, 0.0))
-    for chunk in range(6):
-        bench.clock.now += 0.9 * (9 - chunk) * wait
-        exchange.fetcher.receive("there", Offer(1, chunk, chunk, chunk + 1, ((chunk + 1,),), computed=False))
-        assert exchange.fetcher._fetches[1].deadline >= bench.clock.now + (8 - chunk) * wait
+    for chunk, computed, passed in ((0, True, 0.0), (1, False, 0.9 * wait), (2, False, 0.9 * wait)):
+        bench.clock.now += passed
+        exchange.fetcher.receive("there", Offer(1, chunk, chunk, chunk + 1, ((chunk + 1,),), computed=computed))
+        began = bench.clock.now - passed if chunk else 0.0
+    assert fetch.deadline == pytest.approx(began + wait * 8 / 9)
 
 
 def test_the_measured_speed_of_a_source_reaches_the_load_and_the_limits() -> None:

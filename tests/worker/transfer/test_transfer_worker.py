@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import count
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -42,9 +43,11 @@ class Rank:
         self.host = {layer: torch.zeros(2, 20, stop - first, POSITIONS, SIZE) for layer in range(LAYERS)}
         self.agent.register(list(self.host.values()))
         there = (tuple(tuple(part.data_ptr() for part in pool) for pool in self.host.values()),)
-        self.slots = HostMemory(RankShard(shards.ranks[number].groups, b"", there), lambda group, slot: [], None)
+        strides = ((self.pools[0][0].stride(0) * 4,) * 2,)
+        held = RankShard(shards.ranks[number].groups, b"", there, strides)
+        self.slots = HostMemory(held, lambda group, slot: [], None)
         addresses = (tuple(tuple(part.data_ptr() for part in pool) for pool in self.pools.values()),)
-        self.shard = RankShard(shards.ranks[number].groups, self.agent.metadata, addresses)
+        self.shard = RankShard(shards.ranks[number].groups, self.agent.metadata, addresses, strides)
         self.number = number
 
     def start(self, shards: KvShards, check: Callable[[], None] = lambda: None) -> None:
@@ -188,7 +191,7 @@ def test_what_a_failed_group_computed_is_not_announced(
 def test_a_source_that_has_ended_fails_the_read(make_pair: Callable[[int, int], tuple[Replica, Replica]]) -> None:
     source, target = make_pair(1, 1)
     (taking,) = target.ranks
-    broken = RankShard(source.shards.ranks[0].groups, b"nonsense", source.shards.ranks[0].addresses)
+    broken = msgspec.structs.replace(source.shards.ranks[0], agent=b"nonsense")
     routes = tuple(plan_routes(source.shards, target.shards))
     taking.order(Connect(2, (broken,), routes, reads=True))
     taking.order(Read(2, 9, 0, (tuple(THEIRS),), (tuple(MINE),), computed=True))
@@ -216,7 +219,8 @@ def test_blocks_go_to_host_memory_and_come_back(make_pair: Callable[[int, int], 
 
 def test_neighbours_on_both_sides_are_one_piece() -> None:
     group = GroupShard((0, 1), (0, 2))
-    shards = KvShards(2, "float32", (KvGroup(0, (8, 8)),), (RankShard((group,), b"a", (((0, 1000), (2000, 3000)),)),))
+    rank = RankShard((group,), b"a", (((0, 1000), (2000, 3000)),), ((16, 16),))
+    shards = KvShards(2, "float32", (KvGroup(0, (8, 8)),), (rank,))
     (route,) = plan_routes(shards, shards)
     slices = layer_slices(route)
     assert slices == [((0, 0),), ((0, 1),)]
@@ -225,6 +229,18 @@ def test_neighbours_on_both_sides_are_one_piece() -> None:
     theirs, mine = joined(theirs, mine)
     assert theirs.tolist() == [[2064, 32], [2112, 16], [3064, 32], [3112, 16]]
     assert mine.tolist() == [[2016, 32], [2048, 16], [3016, 32], [3048, 16]]
+
+
+def test_blocks_of_a_layer_that_shares_its_slot_are_apart() -> None:
+    group = GroupShard((0,), (0, 2))
+    ranks = [RankShard((group,), b"a", (((start, 1000),),), ((stride, 16),)) for start, stride in ((8, 64), (0, 16))]
+    apart, dense = (KvShards(2, "float32", (KvGroup(0, (8, 8)),), (rank,)) for rank in ranks)
+    (route,) = plan_routes(apart, dense)
+    (layers,) = layer_slices(route)
+    theirs, mine = (pieces(shards, shards.ranks[0], route, layers, [[4, 5]]) for shards in (apart, dense))
+    assert theirs.tolist() == [[264, 16], [328, 16], [1064, 16], [1080, 16]]
+    theirs, mine = joined(theirs, mine)
+    assert theirs.tolist() == [[264, 16], [328, 16], [1064, 32]] and mine.tolist() == [[64, 16], [80, 16], [1064, 32]]
 
 
 def test_a_backend_that_is_unknown_or_a_missing_library_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,7 +129,7 @@ def assemble_part(
     if team is not None:
         host_slots = min(team.gather_all(host_slots))
     if report_transfer is not None:
-        opened = open_transfers(config, model, pools.layers, host_slots, team, report_transfer)
+        opened = open_transfers(config, model, pools, host_slots, team, report_transfer)
         transfers, files = opened.worker, opened.files
         notes.append(opened.note)
         if host_slots:

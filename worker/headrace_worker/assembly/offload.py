@@ -1,6 +1,6 @@
 """A rank's host memory and file for KV blocks that the cache evicts."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 import torch
@@ -18,31 +18,28 @@ from headrace_worker.ranks.team import Team
 SIZES = 4  # of the file, beside that of the host memory, where none is given
 
 
-def host_memory(caches: Mapping[int, LayerCache], slots: int, device: RankDevice) -> dict[int, Tensor]:
-    """By layer [2, slots + 1, K, P, D] in host memory: layers that share a pool share it, too. Slot 0 is not used.
+def host_memory(pools: Sequence[Tensor], slots: int, device: RankDevice) -> list[Tensor]:
+    """As the pools [parts, blocks, N], for `slots` blocks in host memory, and slot 0, which is not used.
 
     Raises MemoryTooSmallError.
     """
-    made: dict[int, Tensor] = {}
     try:
-        for cache in caches.values():
-            if cache.pool.data_ptr() not in made:
-                shape = (2, slots + 1, *cache.pool.shape[2:])
-                made[cache.pool.data_ptr()] = device.host_memory(shape, cache.pool.dtype)
+        return [device.host_memory((len(pool), slots + 1, pool.shape[2]), pool.dtype) for pool in pools]
     except RuntimeError as error:
         raise MemoryTooSmallError(
             "--kv-offload-memory cannot be allocated in host memory: give a smaller one."
         ) from error
-    return {layer: made[cache.pool.data_ptr()] for layer, cache in caches.items()}
 
 
 def slot_parts(
-    memory: Mapping[int, Tensor], layers: tuple[tuple[int, ...], ...]
+    memory: Mapping[int, LayerCache], layers: tuple[tuple[int, ...], ...]
 ) -> Callable[[int, int], list[memoryview]]:
     """The bytes of a slot of a cache group: keys and values of each layer. memory: by layer. layers: by cache group."""
-    views = {layer: tensor.view(torch.uint8).flatten(2).numpy() for layer, tensor in memory.items()}
-    by_group = [[part for layer in group for part in views[layer]] for group in layers]
-    return lambda group, slot: [memoryview(part[slot]) for part in by_group[group]]
+    by_group = [
+        [part.flatten(1).view(torch.uint8) for layer in group for part in memory[layer].parts] for group in layers
+    ]
+    arrays = [[part.numpy() for part in parts] for parts in by_group]
+    return lambda group, slot: [memoryview(part[slot]) for part in arrays[group]]
 
 
 def open_file(

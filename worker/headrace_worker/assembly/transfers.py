@@ -8,7 +8,6 @@ from pathlib import Path
 from uuid import uuid4
 
 import msgspec
-from torch import Tensor
 
 from headrace_proto.role import Role
 from headrace_worker.assembly.command_queue import CommandQueue
@@ -26,6 +25,7 @@ from headrace_worker.model.attention import LayerCache
 from headrace_worker.model.kv_shards import kv_shards
 from headrace_worker.model.load import LoadedModel
 from headrace_worker.ranks.team import Team
+from headrace_worker.runner.pools import KVPools, bind_layers
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(TransferReport).decode
@@ -43,32 +43,31 @@ class Transfers:
 def open_transfers(
     config: ReplicaConfig,
     model: LoadedModel,
-    caches: Mapping[int, LayerCache],
+    pools: KVPools,
     host_slots: int,
     team: Team | None,
     report: Callable[[TransferReport], None],
 ) -> Transfers:
     """All ranks call this.
 
-    caches: of this rank's layers. host_slots: of host memory for evicted blocks. Raises TransfersUnavailableError for a
+    pools: of this rank. host_slots: of host memory for evicted blocks. Raises TransfersUnavailableError for a
     replica of a pool or with host slots, UnknownBackendError, MemoryTooSmallError, OffloadFolderError.
     """
     rank = team.topology.rank if team is not None else 0
     shards = kv_shards(model.config, model.dtype_name, config.block_size, model.dtype.itemsize, config.tp, config.pp)
     agent: KvAgent | None = None
     reason = ""
-    host: dict[int, Tensor] = {}
+    host: dict[int, LayerCache] = {}
     try:
-        distinct = list({cache.pool.data_ptr(): cache.pool for cache in caches.values()}.values())
-        made = KvAgent(f"{config.replica_id}-{rank}-{uuid4().hex}", distinct, transport_of(config))
+        made = KvAgent(f"{config.replica_id}-{rank}-{uuid4().hex}", pools.tensors, transport_of(config))
         if host_slots:
-            host = host_memory(caches, host_slots, model.device)
-            made.register(list({pool.data_ptr(): pool for pool in host.values()}.values()))
+            memory_of_host = host_memory(pools.tensors, host_slots, model.device)
+            host = bind_layers(model.layout, memory_of_host)
+            made.register(memory_of_host)
         agent = made
     except TransfersUnavailableError as error:
         reason = str(error)
-    pools = {layer: cache.pool for layer, cache in caches.items()}
-    mine = _with_memory(shards.ranks[rank], agent, pools)
+    mine = _with_memory(shards.ranks[rank], agent, pools.layers)
     ranks = [mine]
     if team is not None:
         texts = team.new_all_gather("memory").gather(base64.b64encode(msgspec.msgpack.encode(mine)).decode())
@@ -111,16 +110,16 @@ def transport_of(config: ReplicaConfig) -> str:
     return f"{config.kv_transfer}:{','.join(devices)}"
 
 
-def _with_memory(shard: RankShard, agent: KvAgent | None, pools: Mapping[int, Tensor]) -> RankShard:
-    """pools: by layer."""
+def _with_memory(shard: RankShard, agent: KvAgent | None, caches: Mapping[int, LayerCache]) -> RankShard:
+    """caches: by layer."""
     if agent is None:
         return shard
-    addresses = tuple(
-        tuple(tuple(part.data_ptr() for part in pools[layer]) for layer in group.layers) for group in shard.groups
-    )
-    device = next(iter(pools.values())).device
+    parts = [[caches[layer].parts for layer in group.layers] for group in shard.groups]
+    addresses = tuple(tuple(tuple(part.data_ptr() for part in layer) for layer in group) for group in parts)
+    strides = tuple(tuple(part.stride(0) * part.itemsize for part in group[0]) if group else () for group in parts)
+    device = next(iter(caches.values())).parts[0].device
     index = -1 if device.type == "cpu" else device.index
-    return msgspec.structs.replace(shard, agent=agent.metadata, addresses=addresses, device=index)
+    return msgspec.structs.replace(shard, agent=agent.metadata, addresses=addresses, strides=strides, device=index)
 
 
 def to_commands(commands: CommandQueue) -> Callable[[TransferReport], None]:

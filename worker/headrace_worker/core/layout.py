@@ -1,8 +1,9 @@
 """Shape of the paged KV cache: cache groups over one pool of equally large blocks.
 
-A *cache group* is a set of layers with the same attention span and KV shape. Every group has the same number of
-layers (groups are split until this holds), so one block, whichever group owns it, has the same size, and one pool
-serves all groups: block b of layer slot i is ``pool[i][:, b]``, used by layer ``group.layers[i]`` of b's owner.
+A *cache group* is a set of layers with the same attention span and KV shape. One pool serves all groups, so that all
+blocks have the same size, whichever group owns them. A block consists of *slots*, which have the size of the largest
+layer's entry; layers of a group whose entries are smaller share one, as many as it has space for. Groups are split
+until they have about equally many slots: block b of slot i is ``pool[i][b]``.
 """
 
 from math import prod
@@ -13,13 +14,34 @@ LAYOUT_VERSION = 1
 
 
 class CacheGroupSpec(Struct, frozen=True):
-    """One group: model layer indices in order, KV heads and head size per layer on this rank, span in tokens."""
+    """One group: model layer indices in order, and what each layer on this rank caches of a token.
+
+    With multi-head latent attention a layer has one head, whose key contains the value.
+    """
 
     index: int
     layers: tuple[int, ...]
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # of keys
     window: int = 0  # tokens a query attends to, itself included; 0 = all
+    value_dim: int | None = None  # as keys; 0 = contained in the keys
+    share: int = 1  # layers in one slot
+    first_head: int = 0  # of the model's KV heads
+
+    @property
+    def entries(self) -> tuple[int, int]:
+        """Numbers of the keys and of the values of a token in a layer."""
+        values = self.head_dim if self.value_dim is None else self.value_dim
+        return self.num_kv_heads * self.head_dim, self.num_kv_heads * values
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """The model's KV heads on this rank: the first one, and the one after the last."""
+        return self.first_head, self.first_head + self.num_kv_heads
+
+    @property
+    def slots(self) -> int:
+        return -(-len(self.layers) // self.share)
 
 
 class StateSpec(Struct, frozen=True):
@@ -35,10 +57,7 @@ class StateSpec(Struct, frozen=True):
 
 
 class CacheLayout(Struct, frozen=True):
-    """All groups of a model on one rank, and the states of its recurrent layers.
-
-    Per layer slot the pool is a tensor [2, blocks, kv_heads, block_size, head_dim]: keys, then values.
-    """
+    """All groups of a model on one rank, and the states of its recurrent layers."""
 
     block_size: int
     groups: tuple[CacheGroupSpec, ...]
@@ -46,9 +65,17 @@ class CacheLayout(Struct, frozen=True):
     states: tuple[StateSpec, ...] = ()
 
     @property
-    def layers_per_group(self) -> int:
-        """Layer slots of the pool: with several pipeline stages a group may have fewer layers on this rank."""
-        return max(len(group.layers) for group in self.groups)
+    def slots(self) -> int:
+        """Of the pool: with several pipeline stages a group may have fewer on this rank."""
+        return max(group.slots for group in self.groups)
+
+    @property
+    def slot_entries(self) -> tuple[int, int]:
+        """Numbers of the keys and of the values of a token for which a slot has space."""
+        sizes = [
+            (group.share * keys, group.share * values) for group in self.groups for keys, values in [group.entries]
+        ]
+        return max(keys for keys, _ in sizes), max(values for _, values in sizes)
 
     @property
     def slot_bytes(self) -> int:
@@ -57,6 +84,5 @@ class CacheLayout(Struct, frozen=True):
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layer slots, keys and values."""
-        group = self.groups[0]
-        return 2 * self.layers_per_group * group.num_kv_heads * self.block_size * group.head_dim * self.element_bytes
+        """Bytes of one block over all slots, keys and values."""
+        return self.slots * self.block_size * sum(self.slot_entries) * self.element_bytes

@@ -36,9 +36,9 @@ def pieces(
         held, moved = rank.groups[group], route.groups[group]
         numbers = np.asarray(blocks[group], np.uint64)
         addresses = rank.addresses[group][held.layers.index(moved.layers[place])]
-        for address, size in zip(addresses, shards.groups[group].unit_bytes, strict=True):
+        sizes = shards.groups[group].unit_bytes
+        for address, stride, size in zip(addresses, rank.strides[group], sizes, strict=True):
             start = address + _units(held.units, moved.units[0]) * size
-            stride = (held.units[1] - held.units[0]) * size
             length = np.full(len(numbers), (moved.units[1] - moved.units[0]) * size, np.uint64)
             parts.append(np.column_stack((numbers * np.uint64(stride) + np.uint64(start), length)))
     return np.concatenate(parts)

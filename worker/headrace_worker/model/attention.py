@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -15,6 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import headrace_kernels.ops as ops
 from headrace_kernels.meta import AttentionMeta, HeadNorms, StateMeta
 from headrace_proto.errors import HeadraceError
+from headrace_worker.model import latent
 
 IMPLEMENTATION = "headrace"
 # Arguments that attention may get and that do not change its result.
@@ -27,11 +28,18 @@ class StepContextError(HeadraceError):
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """The pool of one layer's keys and values."""
+    """Where one layer's keys and values are."""
 
     group: int
-    pool: Tensor  # [2, B, K, P, D]
+    parts: tuple[Tensor, ...]  # keys [B, K, P, D] and values [B, K, P, E]; of latents [B, 1, P, L + R] alone
     window: int  # 0 = all
+    pool: Tensor | None = None  # [2, B, K, P, D], both parts; None where their sizes differ
+    stores: bool = True  # False: they are those of an earlier layer
+
+    @classmethod
+    def of(cls, group: int, pool: Tensor, window: int) -> Self:
+        """Keys and values [2, B, K, P, D] of equal sizes."""
+        return cls(group, (pool[0], pool[1]), window, pool)
 
 
 @dataclass(slots=True)
@@ -97,7 +105,7 @@ def attend(
     rope: tuple[Tensor, Tensor] | None = None,
     norms: HeadNorms | None = None,
 ) -> Tensor:
-    """Store key, value [T, K, D] of `layer` and attend with query [T, H, D] -> [T, H, D].
+    """Store key [T, K, D] and value [T, K, E] of `layer` and attend with query [T, H, D] -> [T, H, E].
 
     `rope`: cos and sin [T, R] with which query and key are to be rotated, after `norms` of their heads; both may be
     overwritten then. `window` is the one that the model's code passes (0 = all tokens), and must be the cache group's;
@@ -110,39 +118,69 @@ def attend(
             f"Layer {layer} attends to {window or 'all'} tokens, but its cache group is for {cache.window or 'all'}: "
             "this model's config is not understood, please report it."
         )
-    if key.shape[1] != cache.pool.shape[2] or key.shape[2] != cache.pool.shape[4]:
+    sizes = [(part.shape[1], part.shape[3]) for part in cache.parts]
+    if [(part.shape[1], part.shape[2]) for part in (key, value)] != sizes:
+        cached = " and ".join(f"{heads} of size {size}" for heads, size in sizes)
         raise StepContextError(
-            f"Layer {layer} has {key.shape[1]} KV heads of size {key.shape[2]}, but its cache is for "
-            f"{cache.pool.shape[2]} of size {cache.pool.shape[4]}: this model's config is not understood."
+            f"Layer {layer} has {key.shape[1]} KV heads with keys of size {key.shape[2]} and values of size "
+            f"{value.shape[2]}, but its cache is for {cached}: this model's config is not understood."
         )
     if query.shape[0] != key.shape[0] or query.shape[1] % key.shape[1] or query.shape[2] != key.shape[2]:
         raise StepContextError(
             f"Layer {layer} has queries {list(query.shape)} for keys {list(key.shape)}: only attention of a sequence "
             "to itself, with a multiple of the KV heads, is supported."
         )
-    if value.shape != key.shape:
+    step.attend_once(layer)
+    meta, pool = step.metas[cache.group], cache.pool
+    options: dict[str, Any] = {
+        "scale": scale,
+        "window": cache.window,
+        "softcap": softcap,
+        "sinks": sinks,
+        "deterministic": step.deterministic,
+    }
+    if rope is not None:
+        if pool is None or not cache.stores:
+            raise StepContextError(
+                f"Layer {layer} was fused, which its cache does not allow: this is a bug, report it."
+            )
+        query = ops.rope_write_kv(query, key, value, *rope, pool, meta.slots, norms=norms)
+    elif cache.stores and pool is not None:
+        ops.write_kv(key, value, pool, meta.slots)
+    elif cache.stores:
+        for rows, part in zip((key, value), cache.parts, strict=True):
+            ops.write_part(rows, part, meta.slots)
+    if step.written is not None and cache.stores:
+        step.written(layer, value)
+    if pool is not None:
+        return ops.paged_attention(query, pool, meta, **options)
+    keys, values = cache.parts
+    return ops.uneven_attention(query, keys, values, meta, **options)
+
+
+def attend_latents(module: Any, query: Tensor, entry: Tensor, scale: float) -> Tensor:
+    """Store what is cached of new tokens [T, L + R], and attend with query [T, H, N + R] -> [T, H, E].
+
+    Shape letters are those of latent.py.
+    """
+    step, layer = current_step(), int(module.layer_idx)
+    cache = step.layers[layer]
+    meta = step.metas[cache.group]
+    latents = cache.parts[0]
+    if cache.window or entry.shape[1:] != latents.shape[3:] or len(cache.parts) != 1:
         raise StepContextError(
-            f"Layer {layer} has keys of size {key.shape[2]} and values of size {value.shape[2]}: layers whose keys and "
-            "values differ in shape are not supported."
+            f"Layer {layer} has latents of size {entry.shape[1]}, but its cache has the shape "
+            f"{list(latents.shape)}: this model's config is not understood."
         )
     step.attend_once(layer)
-    meta = step.metas[cache.group]
-    if rope is None:
-        ops.write_kv(key, value, cache.pool, meta.slots)
-    else:
-        query = ops.rope_write_kv(query, key, value, *rope, cache.pool, meta.slots, norms=norms)
+    ops.write_part(entry[:, None], latents, meta.slots)
     if step.written is not None:
-        step.written(layer, value)
-    return ops.paged_attention(
-        query,
-        cache.pool,
-        meta,
-        scale=scale,
-        window=cache.window,
-        softcap=softcap,
-        sinks=sinks,
+        step.written(layer, entry)
+    mixed = ops.uneven_attention(
+        latent.absorbed(module, query), latents, latents[..., : module.kv_lora_rank], meta, scale=scale,
         deterministic=step.deterministic,
-    )
+    )  # fmt: skip
+    return latent.expanded(module, mixed)
 
 
 def attention_forward(
@@ -170,12 +208,15 @@ def attention_forward(
             f"{type(module).__name__} passes {min(given, default='is_causal=False')} to its attention, which is causal "
             "and over all keys of its window here: this model is not supported."
         )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if latent.is_latent(module) and not (sliding_window or softcap or s_aux is not None):
+        return attend_latents(module, query[0].transpose(0, 1), key[0, 0], scale).unsqueeze(0), None
     out = attend(
         int(module.layer_idx),  # type: ignore[arg-type]
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        scale=scale,
         window=sliding_window or 0,
         softcap=softcap or 0.0,
         sinks=s_aux,

@@ -13,6 +13,7 @@ from headrace_worker.model.gguf_config import gguf_config
 from headrace_worker.model.gguf_file import GgufFile
 from headrace_worker.model.json_files import read_object
 from headrace_worker.model.refusals import (
+    ALIASES,
     RECURRENT,
     attends_both_ways,
     check_config,
@@ -33,8 +34,14 @@ def read_config(source: ModelSource, gguf: GgufFile | None, trust_remote_code: b
     fields = read_object(source.path / "config.json", source.name)
     check_config_file(source.name, fields, trust_remote_code=trust_remote_code)
     runs_own = runs_own_code(fields, trust_remote_code=trust_remote_code)
+    alias = None if runs_own else ALIASES.get(fields["model_type"])
     try:
-        config = AutoConfig.from_pretrained(source.path, trust_remote_code=runs_own, local_files_only=True)
+        if alias is not None:
+            config = AutoConfig.for_model(
+                alias, **{name: value for name, value in fields.items() if name != "model_type"}
+            )
+        else:
+            config = AutoConfig.from_pretrained(source.path, trust_remote_code=runs_own, local_files_only=True)
     except Exception as error:  # each family checks its config in its own way
         raise ModelUnsupportedError(
             f"config.json of {source.name!r} cannot be read: {_reason(error, source)}"

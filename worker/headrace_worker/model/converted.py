@@ -179,7 +179,8 @@ def _collect(
 ) -> bool:
     """Adds a stored tensor to what a rule makes of it; False when the rule does not apply."""
     for position, pattern in enumerate(rule.source_patterns):
-        found = re.search(re.escape(pattern).replace(r"\*", r"(\d+)"), name)
+        plain = pattern.replace("\\.", ".")  # some rules escape their dots
+        found = re.search(re.escape(plain).replace(r"\*", r"(\d+)"), name)
         if not found:
             continue
         kinds = [type(operation).__name__ for operation in rule.operations]

@@ -6,7 +6,6 @@ from headrace_worker.comm.parallel_context import ParallelContext
 from headrace_worker.core.transfer.shards import GroupShard, KvGroup, KvShards, RankShard
 from headrace_worker.model.cache_layout import cache_layout
 from headrace_worker.model.isolated_rank import IsolatedRank
-from headrace_worker.model.sharding.places import kv_span
 
 
 def kv_shards(config: Any, dtype: str, block_size: int, element_bytes: int, tp: int, pp: int) -> KvShards:
@@ -15,13 +14,13 @@ def kv_shards(config: Any, dtype: str, block_size: int, element_bytes: int, tp: 
     layout = None
     for stage in range(pp):
         for place in range(tp):
-            parallel = ParallelContext(IsolatedRank(place, tp), stage, pp)
-            layout = cache_layout(config, block_size, element_bytes, parallel)
-            heads = kv_span(config, parallel)
-            ranks.append(RankShard(tuple(GroupShard(group.layers, heads) for group in layout.groups)))
+            layout = cache_layout(
+                config, block_size, element_bytes, ParallelContext(IsolatedRank(place, tp), stage, pp)
+            )
+            ranks.append(RankShard(tuple(GroupShard(group.layers, group.heads) for group in layout.groups)))
     assert layout is not None
-    groups = [
-        KvGroup(group.window, 2 * (block_size * group.head_dim * element_bytes,))  # keys, values
-        for group in layout.groups
-    ]
+    groups = []
+    for group in layout.groups:
+        sizes = (entry // group.num_kv_heads for entry in group.entries if entry)
+        groups.append(KvGroup(group.window, tuple(block_size * size * element_bytes for size in sizes)))
     return KvShards(block_size, dtype, tuple(groups), tuple(ranks))

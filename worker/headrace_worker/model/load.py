@@ -16,7 +16,7 @@ from headrace_worker.core.layout import CacheLayout
 from headrace_worker.core.progress import Progress, ignore_progress
 from headrace_worker.device.choice import choose_dtype, open_device
 from headrace_worker.device.rank_device import RankDevice
-from headrace_worker.model import buffers, recurrent, surgery
+from headrace_worker.model import buffers, latent, recurrent, surgery
 from headrace_worker.model.build import build_meta, output_rows, read_config
 from headrace_worker.model.cache_layout import cache_layout
 from headrace_worker.model.converted import converted
@@ -97,6 +97,8 @@ def load(
         sharding = shard(model, parallel, place)
         states = recurrent.redirect(model, parallel) if keeps_states(text) else ()
         layout = cache_layout(model.config, config.block_size, dtype.itemsize, parallel, states)
+        if layout.groups[0].value_dim == 0:
+            latent.redirect(model, sum(len(group.layers) for group in layout.groups))
         names = TextNames(hf_config, model) if hf_config is not text and source.weights else None
         weights = open_weights(source, model, sharding, gguf, names)
         bf16 = config.cpu_arithmetic == "bf16"

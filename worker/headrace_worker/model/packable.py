@@ -17,6 +17,7 @@ from torch.nn import functional
 
 import headrace_kernels.ops as ops
 from headrace_kernels.packed import Codes, Form, PackedWeight, concatenate, pack_codes, pack_dense
+from headrace_worker.model.latent import is_latent
 
 
 class PackableMatrix:
@@ -176,8 +177,8 @@ def _no_values(matrix: PackableMatrix) -> nn.Parameter:
 
 
 def reads_weight(parent: nn.Module, child: str) -> bool:
-    """Whether a module's forward reads the weight of one of its modules."""
-    return f"self.{child}.weight" in _source(type(parent).forward)
+    """Whether a module's forward, or attention to its latents, reads the weight of one of its modules."""
+    return (child == "kv_b_proj" and is_latent(parent)) or f"self.{child}.weight" in _source(type(parent).forward)
 
 
 def multiplies_by_weight(parent: nn.Module, child: str) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 from headrace_proto.errors import ModelUnsupportedError
 from headrace_proto.role import Role
 from headrace_worker.core.config import ReplicaConfig
-from headrace_worker.model.config_sizes import config_value, optional_size
+from headrace_worker.model.config_sizes import config_value, layer_sizes, optional_size
 from headrace_worker.model.gguf_config import GGUF_FAMILIES
 
 # Families whose config.json need not show why they are not served, by the reason.
@@ -31,10 +31,9 @@ _REASONS = {
         "big_bird biogpt bloom cpmant falcon git gpt_neo gpt_neox_japanese megatron-bert mpt openai-gpt reformer "
         "rembert roformer stablelm trocr xglm xlm xlnet"
     ),
-    "compress keys and values (latent attention)": "bailing_hybrid deepseek_v4 kimi_linear",
+    "compress keys and values of several tokens": "deepseek_v4",
     "attend within chunks of tokens": "llama4_text",
-    "have sizes per layer, which are not served yet (head_dim)": "gemma4_text gemma4_unified_text",
-    "attend more than once in a layer": "diffllama dory hrm_text",
+    "attend more than once in a layer": "diffllama dory hrm_text longcat_flash",
     "add a mask of their own to attention": "doge",
     "route attention through experts": "jetmoe",
     "are made of several models": "blt moshi",
@@ -44,6 +43,8 @@ _REASONS = {
     "classify images": "shieldgemma2",
 }
 UNSERVED = {family: reason for reason, families in _REASONS.items() for family in families.split()}
+# Families that transformers knows by the name of another one, whose class their files name.
+ALIASES = {"kimi_k2": "deepseek_v3"}
 # They attend in both directions unless `is_decoder` is set.
 _ENCODERS = (
     "bert bert-generation camembert data2vec-text electra ernie roberta roberta-prelayernorm roc_bert xlm-roberta "
@@ -51,8 +52,8 @@ _ENCODERS = (
 )
 # They keep recurrent state in some of their layers, or in all.
 _RECURRENT = (
-    "bamba falcon_h1 granitemoehybrid jamba lara_mini lfm2 lfm2_moe lfm3 nemotron_h olmo_hybrid qwen3_5_moe_text "
-    "qwen3_5_text qwen3_next"
+    "bailing_hybrid bamba falcon_h1 granitemoehybrid jamba kimi_linear lara_mini lfm2 lfm2_moe lfm3 nemotron_h "
+    "olmo_hybrid qwen3_5_moe_text qwen3_5_text qwen3_next"
 )
 RECURRENT = frozenset(_RECURRENT.split())
 ATTENTION_TYPES = ("full_attention", "sliding_attention", "attention", "hybrid")  # attention: in older files
@@ -63,7 +64,6 @@ _CAUSAL = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"  # tables of transformers
 _MULTIMODAL = ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES", "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES")
 _PARTS = ("text_config", "vision_config", "audio_config")
 _INHERITED = ("quantization_config",)  # of a whole checkpoint
-_SIZES = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "sliding_window")
 _ROPE_KINDS = {"default", "linear", "llama3", "longrope", "proportional", "yarn"}
 _OLD_ROPE_KINDS = {"su": "longrope", "mrope": "default"}
 
@@ -71,6 +71,7 @@ _OLD_ROPE_KINDS = {"su": "longrope", "mrope": "default"}
 def check_config_file(name: str, fields: dict[str, Any], *, trust_remote_code: bool) -> None:
     """Checks the fields of config.json of the model `name`. Raises ModelUnsupportedError."""
     family, own_code = fields.get("model_type", ""), isinstance(fields.get("auto_map"), dict)
+    family = ALIASES.get(family, family) if isinstance(family, str) else family
     runs_own = runs_own_code(fields, trust_remote_code=trust_remote_code)
     known = known_families()
     if not isinstance(family, str) or not (family or own_code):
@@ -110,7 +111,7 @@ def runs_own_code(fields: dict[str, Any], *, trust_remote_code: bool) -> bool:
     if not trust_remote_code or not isinstance(fields.get("auto_map"), dict):
         return False
     family, architectures = fields.get("model_type"), fields.get("architectures")
-    classes = [_generating().get(family, ())] if isinstance(family, str) else []
+    classes = [_generating().get(ALIASES.get(family, family), ())] if isinstance(family, str) else []
     return not (isinstance(architectures, list) and any(name in each for each in classes for name in architectures))
 
 
@@ -130,7 +131,8 @@ def text_fields(fields: dict[str, Any]) -> dict[str, Any]:
             f"text_config in config.json of this {family} model is no object with a model_type: correct it."
         )
     inherited = {name: fields[name] for name in _INHERITED if name in fields}
-    return {"model_type": usual} | inherited | text
+    kind = text.get("model_type", usual)
+    return inherited | text | {"model_type": ALIASES.get(kind, kind)}
 
 
 def _check_outer(family: str, fields: dict[str, Any], text: dict[str, Any]) -> None:
@@ -177,8 +179,6 @@ def check_config(config: Any, *, known_code: bool = True) -> None:
     if known_code:
         if causal_families() and family not in causal_families():
             raise ModelUnsupportedError(f"transformers has no causal language model for {family!r}.")
-        for name in _SIZES:  # a value per layer says more than the family
-            config_value(config, name)
         _check_served(family)
     bidirectional = config_value(config, "use_bidirectional_attention")
     encoder = known_code and family in _ENCODERS.split() and not config_value(config, "is_decoder")
@@ -195,20 +195,15 @@ def check_config(config: Any, *, known_code: bool = True) -> None:
 
 def _check_attention(config: Any) -> None:
     """Layers of kinds, and of sizes, that the KV cache holds."""
-    if config_value(config, "kv_lora_rank"):
+    if config_value(config, "index_topk"):
         raise ModelUnsupportedError(
-            f"This {config.model_type} model compresses keys and values (multi-head latent attention), which is not "
-            "supported."
+            f"This {config.model_type} model selects the keys that it attends to by an indexer: it is not served yet."
         )
-    for name in _SIZES:
+    for name in ("num_hidden_layers", "num_attention_heads"):
         optional_size(config, name)
+    for name in ("num_key_value_heads", "head_dim", "v_head_dim", "sliding_window"):
+        layer_sizes(config, name, 1)
     check_layer_types(config)
-    head, values = optional_size(config, "head_dim"), config_value(config, "v_head_dim")
-    if head and values and values != head:
-        raise ModelUnsupportedError(
-            f"This {config.model_type} model has keys of size {head} and values of size {str(values)[:80]}: layers "
-            "whose keys and values differ in shape are not supported."
-        )
 
 
 def check_layer_types(config: Any) -> None:

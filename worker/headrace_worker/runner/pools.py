@@ -1,16 +1,19 @@
-"""The KV pools: one tensor per layer slot, shared by the cache groups."""
+"""The KV pools: the memory of each slot, shared by the cache groups."""
 
 import mmap
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from math import prod
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from headrace_proto.errors import MemoryTooSmallError, ModelUnsupportedError
-from headrace_worker.core.layout import CacheLayout
+from headrace_proto.errors import MemoryTooSmallError
+from headrace_worker.core.layout import CacheGroupSpec, CacheLayout
 from headrace_worker.model.attention import LayerCache
+from headrace_worker.model.cache_layout import kv_sources
 from headrace_worker.model.load import LoadedModel
 
 
@@ -18,18 +21,25 @@ class KVPools:
     """The keys and values of one rank: its tensors, and the pool of each of its layers."""
 
     def __init__(
-        self, layout: CacheLayout, num_blocks: int, dtype: torch.dtype, device: torch.device, state_slots: int = 1
+        self,
+        layout: CacheLayout,
+        num_blocks: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        state_slots: int = 1,
+        sources: Mapping[int, int] | None = None,
     ) -> None:
-        """Raises MemoryTooSmallError, ModelUnsupportedError."""
+        """sources: layers that read what another one stores, and which. Raises MemoryTooSmallError."""
         self.num_blocks = num_blocks
         self.tensors = make_pools(layout, num_blocks, dtype, device)
         self.states = make_states(layout, state_slots, dtype, device)
-        self.layers = bind_layers(layout, self.tensors)
+        self.layers = bind_layers(layout, self.tensors, sources)
 
     @classmethod
     def of(cls, model: LoadedModel, num_blocks: int, state_slots: int = 1) -> Self:
         """The pools of a loaded model. Raises as the constructor does."""
-        return cls(model.layout, num_blocks, model.dtype, model.device.torch_device, state_slots)
+        device, sources = model.device.torch_device, kv_sources(model.config)
+        return cls(model.layout, num_blocks, model.dtype, device, state_slots, sources)
 
     def clear(self, blocks: int) -> None:
         """Zeroes the first blocks."""
@@ -38,15 +48,14 @@ class KVPools:
 
 
 def make_pools(layout: CacheLayout, num_blocks: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Zeroed pools [2, blocks, kv_heads, block_size, head_dim], one per layer slot."""
-    group = layout.groups[0]
-    if any((other.num_kv_heads, other.head_dim) != (group.num_kv_heads, group.head_dim) for other in layout.groups):
-        raise ModelUnsupportedError(
-            "Layers with different KV shapes cannot share one pool: this model is not supported."
-        )
-    shape = (2, num_blocks, group.num_kv_heads, layout.block_size, group.head_dim)
+    """Zeroed memory of each slot: keys and values [2, blocks, N], or of different sizes, each [1, blocks, N].
+
+    N: numbers in a block. Raises MemoryTooSmallError.
+    """
+    keys, values = (size * layout.block_size for size in layout.slot_entries)
+    shapes = [(2, num_blocks, keys)] if keys == values else [(1, num_blocks, size) for size in (keys, values) if size]
     try:
-        return [_zeros(shape, dtype, device) for _ in range(layout.layers_per_group)]
+        return [_zeros(shape, dtype, device) for _ in range(layout.slots) for shape in shapes]
     except (RuntimeError, OSError) as error:  # torch.OutOfMemoryError is a RuntimeError
         needed = num_blocks * layout.block_bytes
         raise MemoryTooSmallError(
@@ -84,10 +93,33 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.frombuffer(mapping, dtype=dtype).view(shape)
 
 
-def bind_layers(layout: CacheLayout, pools: list[Tensor]) -> dict[int, LayerCache]:
-    """Group and pool of every model layer of this rank, by layer index."""
-    return {
-        layer: LayerCache(group.index, pools[slot], group.window)
+def bind_layers(
+    layout: CacheLayout, pools: list[Tensor], sources: Mapping[int, int] | None = None
+) -> dict[int, LayerCache]:
+    """Group and memory of every model layer of this rank, by layer index.
+
+    sources: layers that read what another one has stored, and which.
+    """
+    caches = {
+        layer: _layer_cache(layout, pools, group, place)
         for group in layout.groups
-        for slot, layer in enumerate(group.layers)
+        for place, layer in enumerate(group.layers)
     }
+    shared = {layer: caches[source] for layer, source in (sources or {}).items() if source in caches}
+    return caches | {layer: replace(cache, stores=False) for layer, cache in shared.items()}
+
+
+def _layer_cache(layout: CacheLayout, pools: list[Tensor], group: CacheGroupSpec, place: int) -> LayerCache:
+    """Of the layer at `place` in its group."""
+    slot, place = divmod(place, group.share)
+    tensors = pools[slot * len(pools) // layout.slots : (slot + 1) * len(pools) // layout.slots]
+    parts = [half for tensor in tensors for half in tensor]  # keys, then values unless they are in the keys
+    views = []
+    for part, size in zip(parts, (size * layout.block_size for size in group.entries if size), strict=True):
+        view = part[:, place * size : (place + 1) * size]
+        views.append(view.unflatten(1, (group.num_kv_heads, layout.block_size, -1)))
+    pool = None
+    if len(tensors) == 1 and len(views) == 2 and views[0].shape == views[1].shape:
+        size = views[0][0].numel()
+        pool = tensors[0][..., place * size : (place + 1) * size].view(2, -1, *views[0].shape[1:])
+    return LayerCache(group.index, tuple(views), group.window, pool)

@@ -37,10 +37,10 @@ struct Batch {
     float* out;
     const float *query;
     int64_t query_token_stride, query_head_stride;
-    const float *keys, *values;
+    Part keys, values;
     const int32_t *query_starts, *seq_lens, *tables;
     int64_t table_stride;
-    int heads, kv_heads, head_dim, block_size;
+    int heads, kv_heads, head_dim, value_dim, block_size;
     float scale, softcap;
     int64_t window;
     const float* sinks;
@@ -49,9 +49,8 @@ struct Batch {
     int64_t query_len(int s) const { return query_starts[s + 1] - query_starts[s]; }
     int64_t first_position(int s) const { return seq_lens[s] - query_len(s); }
     int64_t oldest_seen(int64_t position) const { return window ? std::max<int64_t>(0, position - window + 1) : 0; }
-    int64_t key_offset(int s, int kv_head, int64_t position) const {
-        int64_t block = tables[s * table_stride + position / block_size];
-        return ((block * kv_heads + kv_head) * block_size + position % block_size) * head_dim;
+    const float* read(const Part& part, int s, int kv_head, int64_t position) const {
+        return part.at(tables[s * table_stride + position / block_size], kv_head, position % block_size);
     }
 };
 
@@ -59,7 +58,7 @@ typedef AttentionItem Item;
 
 // Softmax state of a tile of rows.
 struct Rows {
-    float *peak, *total, *mixed;  // [rows], [rows], [rows, head_dim]
+    float *peak, *total, *mixed;  // [rows], [rows], [rows, value_dim]
 };
 
 // What one thread computes in; uninitialised, since it is made for each layer and step.
@@ -150,7 +149,7 @@ void transpose(const float* const* keys, int count, int head_dim, float* transpo
 
 // One tile of keys [base, base + TILE) for a tile of rows: online softmax into `rows`.
 void attend_tile(const Batch& batch, const Item& item, int64_t base, Scratch& scratch, Rows rows) {
-    const int group = batch.group(), head_dim = batch.head_dim, count = item.tokens * group;
+    const int group = batch.group(), head_dim = batch.head_dim, value_dim = batch.value_dim, count = item.tokens * group;
     const int64_t first = batch.first_position(item.sequence) + item.first_token;
     const int64_t oldest = batch.oldest_seen(first);
     const int from = (int)std::max<int64_t>(0, oldest - base);
@@ -160,9 +159,8 @@ void attend_tile(const Batch& batch, const Item& item, int64_t base, Scratch& sc
     const float *key_rows[TILE], *value_rows[TILE];
     for (int n = 0; n < end; n++) {
         bool valid = n >= from && n < to;  // an invalid key may be in freed memory
-        int64_t offset = valid ? batch.key_offset(item.sequence, item.kv_head, base + n) : 0;
-        key_rows[n] = valid ? batch.keys + offset : scratch.zeros.get();
-        value_rows[n] = valid ? batch.values + offset : scratch.zeros.get();
+        key_rows[n] = valid ? batch.read(batch.keys, item.sequence, item.kv_head, base + n) : scratch.zeros.get();
+        value_rows[n] = valid ? batch.read(batch.values, item.sequence, item.kv_head, base + n) : scratch.zeros.get();
     }
     float *transposed = scratch.transposed, *scores = scratch.scores;
     transpose(key_rows, end, head_dim, transposed);
@@ -200,19 +198,19 @@ void attend_tile(const Batch& batch, const Item& item, int64_t base, Scratch& sc
         rows.peak[r] = highest;
         rows.total[r] = rows.total[r] * shrink + sum(total);
         if (shrink != 1.f) {
-            float* mixed = rows.mixed + r * head_dim;
-            for (int d = 0; d < head_dim; d += WIDTH) store(mixed + d, load(mixed + d) * shrink);
+            float* mixed = rows.mixed + r * value_dim;
+            for (int d = 0; d < value_dim; d += WIDTH) store(mixed + d, load(mixed + d) * shrink);
         }
     }
     const float* const* value_of = value_rows;
-    multiply(scores, TILE, count, [=](int k) { return value_of[k]; }, from, to, rows.mixed, head_dim, head_dim);
+    multiply(scores, TILE, count, [=](int k) { return value_of[k]; }, from, to, rows.mixed, value_dim, value_dim);
 }
 
 void attend_chunk(const Batch& batch, const Item& item, int64_t chunk, Scratch& scratch, Rows rows) {
     const int count = item.tokens * batch.group();
     std::fill(rows.peak, rows.peak + count, NEGATIVE_INFINITY);
     std::fill(rows.total, rows.total + count, 0.f);
-    std::fill(rows.mixed, rows.mixed + count * batch.head_dim, 0.f);
+    std::fill(rows.mixed, rows.mixed + count * batch.value_dim, 0.f);
     const int64_t first = batch.first_position(item.sequence) + item.first_token;
     const int64_t oldest = batch.oldest_seen(first), end = std::min((chunk + 1) * CHUNK, first + item.tokens);
     for (int64_t base = chunk * CHUNK; base < end; base += TILE)
@@ -220,13 +218,13 @@ void attend_chunk(const Batch& batch, const Item& item, int64_t chunk, Scratch& 
 }
 
 // Folds row `from` of one chunk into row `into`, which holds the chunks before it.
-void merge_row(float& into_peak, float& into_total, float* into, float peak, float total, const float* from, int head_dim) {
+void merge_row(float& into_peak, float& into_total, float* into, float peak, float total, const float* from, int value_dim) {
     if (total == 0.f) return;  // the row attends to no key of this chunk
     const float highest = std::max(into_peak, peak);
     const float keep = std::exp(into_peak - highest), take = std::exp(peak - highest);
     into_peak = highest;
     into_total = into_total * keep + total * take;
-    for (int d = 0; d < head_dim; d += WIDTH) store(into + d, load(into + d) * keep + load(from + d) * take);
+    for (int d = 0; d < value_dim; d += WIDTH) store(into + d, load(into + d) * keep + load(from + d) * take);
 }
 
 void finish_row(const Batch& batch, int64_t token, int head, float peak, float total, const float* mixed) {
@@ -237,8 +235,8 @@ void finish_row(const Batch& batch, int64_t token, int head, float peak, float t
         total = total * keep + std::exp(batch.sinks[head] - highest);
     }
     const float factor = keep / total;
-    float* out = batch.out + (token * batch.heads + head) * batch.head_dim;
-    for (int d = 0; d < batch.head_dim; d += WIDTH) store(out + d, load(mixed + d) * factor);
+    float* out = batch.out + (token * batch.heads + head) * batch.value_dim;
+    for (int d = 0; d < batch.value_dim; d += WIDTH) store(out + d, load(mixed + d) * factor);
 }
 
 void load_query(const Batch& batch, const Item& item, Scratch& scratch) {
@@ -254,7 +252,7 @@ void load_query(const Batch& batch, const Item& item, Scratch& scratch) {
 }
 
 void run_whole(const Batch& batch, const Item& item, Scratch& scratch) {
-    const int group = batch.group(), head_dim = batch.head_dim, count = item.tokens * group;
+    const int group = batch.group(), value_dim = batch.value_dim, count = item.tokens * group;
     const int64_t first = batch.first_position(item.sequence) + item.first_token;
     const int64_t first_chunk = batch.oldest_seen(first) / CHUNK, last_chunk = (first + item.tokens - 1) / CHUNK;
     Rows all{scratch.peak, scratch.total, scratch.mixed};
@@ -263,17 +261,17 @@ void run_whole(const Batch& batch, const Item& item, Scratch& scratch) {
     for (int64_t chunk = first_chunk + 1; chunk <= last_chunk; chunk++) {
         attend_chunk(batch, item, chunk, scratch, part);
         for (int r = 0; r < count; r++)
-            merge_row(all.peak[r], all.total[r], all.mixed + r * head_dim, part.peak[r], part.total[r],
-                      part.mixed + r * head_dim, head_dim);
+            merge_row(all.peak[r], all.total[r], all.mixed + r * value_dim, part.peak[r], part.total[r],
+                      part.mixed + r * value_dim, value_dim);
     }
     for (int r = 0; r < count; r++)
         finish_row(batch, batch.query_starts[item.sequence] + item.first_token + r / group,
-                   item.kv_head * group + r % group, all.peak[r], all.total[r], all.mixed + r * head_dim);
+                   item.kv_head * group + r % group, all.peak[r], all.total[r], all.mixed + r * value_dim);
 }
 
 // Zeros for the tokens of no sequence, and of those without keys.
 void clear_others(const Batch& batch, int64_t sequences, int64_t tokens) {
-    const int64_t row = (int64_t)batch.heads * batch.head_dim;
+    const int64_t row = (int64_t)batch.heads * batch.value_dim;
     int64_t done = 0;
     for (int64_t s = 0; s < sequences; s++) {
         if (batch.seq_lens[s] == 0) continue;
@@ -284,10 +282,9 @@ void clear_others(const Batch& batch, int64_t sequences, int64_t tokens) {
 }
 
 Batch batch_of(const Attention& a) {
-    return {a.out, a.query, a.query_token_stride, a.query_head_stride, a.pool,
-            a.pool + a.pool_blocks * a.kv_heads * a.block_size * a.head_dim, a.query_starts, a.seq_lens, a.tables,
-            a.table_stride, (int)a.heads, (int)a.kv_heads, (int)a.head_dim, (int)a.block_size, a.scale, a.softcap, a.window,
-            a.sinks};
+    return {a.out, a.query, a.query_token_stride, a.query_head_stride, a.keys, a.values, a.query_starts, a.seq_lens, a.tables,
+            a.table_stride, (int)a.heads, (int)a.kv_heads, (int)a.head_dim, (int)a.value_dim, (int)a.block_size, a.scale,
+            a.softcap, a.window, a.sinks};
 }
 
 }  // namespace
@@ -295,7 +292,8 @@ Batch batch_of(const Attention& a) {
 // Whether every token and every block that the sequences name is inside its tensor.
 int64_t check_attention(const Attention& a) {
     if (a.kv_heads < 1 || a.heads < 1 || a.heads % a.kv_heads || a.heads / a.kv_heads > MAX_ROWS || a.head_dim < 1 ||
-        a.head_dim % WIDTH || a.block_size < 1 || a.window < 0 || std::max({a.kv_heads, a.head_dim, a.block_size}) > MAX_SIZE)
+        a.head_dim % WIDTH || a.value_dim < 1 || a.value_dim % WIDTH || a.value_dim > a.head_dim || a.block_size < 1 ||
+        a.window < 0 || std::max({a.kv_heads, a.head_dim, a.block_size}) > MAX_SIZE)
         return UNSUPPORTED;
     const Batch batch = batch_of(a);
     for (int64_t s = 0; s < a.sequences; s++) {
@@ -339,15 +337,15 @@ AttentionPlan::AttentionPlan(const Attention& a) {
             }
         }
     }
-    space.reset(new float[partial_rows * (a.head_dim + 2)]);
+    space.reset(new float[partial_rows * (a.value_dim + 2)]);
 }
 
 void attend(Team& team, const Attention& a, const AttentionPlan& plan) {
     const Batch batch = batch_of(a);
-    const int64_t head_dim = a.head_dim;
+    const int64_t value_dim = a.value_dim;
     float *peaks = plan.space.get(), *totals = peaks + plan.partial_rows, *mixed = totals + plan.partial_rows;
     if (team.rank == 0) clear_others(batch, a.sequences, a.query_tokens);
-    Scratch scratch((int)head_dim);
+    Scratch scratch((int)a.head_dim);
     team.take((int64_t)plan.items.size(), [&](int64_t i) {
         const Item& item = plan.items[i];
         load_query(batch, item, scratch);
@@ -355,7 +353,7 @@ void attend(Team& team, const Attention& a, const AttentionPlan& plan) {
             run_whole(batch, item, scratch);
         else
             attend_chunk(batch, item, item.chunk, scratch,
-                         {peaks + item.partial, totals + item.partial, mixed + item.partial * head_dim});
+                         {peaks + item.partial, totals + item.partial, mixed + item.partial * value_dim});
     });
     if (plan.split.empty()) return;
     team.take((int64_t)plan.split.size(), [&](int64_t i) {
@@ -365,33 +363,31 @@ void attend(Team& team, const Attention& a, const AttentionPlan& plan) {
             const int64_t into = item.partial + r;
             for (int64_t c = 1; c < item.chunk; c++) {
                 const int64_t from = into + c * rows;
-                merge_row(peaks[into], totals[into], mixed + into * head_dim, peaks[from], totals[from],
-                          mixed + from * head_dim, (int)head_dim);
+                merge_row(peaks[into], totals[into], mixed + into * value_dim, peaks[from], totals[from],
+                          mixed + from * value_dim, (int)value_dim);
             }
             finish_row(batch, batch.query_starts[item.sequence] + r / group, item.kv_head * group + r % group, peaks[into],
-                       totals[into], mixed + into * head_dim);
+                       totals[into], mixed + into * value_dim);
         }
     });
 }
 
-void write_slot(float* half, const float* from, int64_t head_stride, int64_t slot, int64_t kv_heads, int64_t head_dim,
+void write_slot(const Part& part, const float* from, int64_t head_stride, int64_t slot, int64_t kv_heads, int64_t head_dim,
                 int64_t block_size) {
-    for (int64_t h = 0; h < kv_heads; h++) {
-        const int64_t to = ((slot / block_size * kv_heads + h) * block_size + slot % block_size) * head_dim;
-        std::memcpy(half + to, from + h * head_stride, head_dim * sizeof(float));
-    }
+    for (int64_t h = 0; h < kv_heads; h++)
+        std::memcpy(part.at(slot / block_size, h, slot % block_size), from + h * head_stride, head_dim * sizeof(float));
 }
 
-// `query_tokens`: rows of query and out; tables [sequences, table_entries]; the pool is contiguous.
+// `query_tokens`: rows of query and out; tables [sequences, table_entries].
 extern "C" int64_t headrace_attention(float* out, const float* query, int64_t query_token_stride,
-                                      int64_t query_head_stride, const float* pool, int64_t pool_blocks,
+                                      int64_t query_head_stride, const Part* keys, const Part* values, int64_t pool_blocks,
                                       const int32_t* query_starts, const int32_t* seq_lens, const int32_t* tables,
                                       int64_t table_stride, int64_t table_entries, int64_t sequences,
                                       int64_t query_tokens, int64_t heads, int64_t kv_heads, int64_t head_dim,
-                                      int64_t block_size, float scale, int64_t window, float softcap,
+                                      int64_t value_dim, int64_t block_size, float scale, int64_t window, float softcap,
                                       const float* sinks, int64_t threads) {
-    const Attention a{out, query, query_token_stride, query_head_stride, const_cast<float*>(pool), pool_blocks, query_starts,
-                      seq_lens, tables, table_stride, table_entries, sequences, query_tokens, heads, kv_heads, head_dim,
+    const Attention a{out, query, query_token_stride, query_head_stride, *keys, *values, pool_blocks, query_starts, seq_lens,
+                      tables, table_stride, table_entries, sequences, query_tokens, heads, kv_heads, head_dim, value_dim,
                       block_size, scale, softcap, window, sinks};
     if (const int64_t status = check_attention(a)) return status;
     int64_t work = 0;
@@ -405,16 +401,17 @@ extern "C" int64_t headrace_attention(float* out, const float* query, int64_t qu
 
 extern "C" int64_t headrace_write_kv(const float* key, int64_t key_token_stride, int64_t key_head_stride,
                                      const float* value, int64_t value_token_stride, int64_t value_head_stride,
-                                     float* pool, int64_t pool_blocks, const int64_t* slots, int64_t tokens,
-                                     int64_t kv_heads, int64_t head_dim, int64_t block_size, int64_t threads) {
+                                     const Part* keys, const Part* values, int64_t pool_blocks, const int64_t* slots,
+                                     int64_t tokens, int64_t kv_heads, int64_t head_dim, int64_t block_size,
+                                     int64_t threads) {
     if (const int64_t status = check_slots(slots, tokens, pool_blocks * block_size)) return status;
-    float* values = pool + pool_blocks * kv_heads * block_size * head_dim;
     run_team(threads_for(tokens * kv_heads * head_dim, 1 << 18, (int)threads), [&](Team& team) {
         team.share(tokens, [&](int64_t t, int64_t to) {
             for (; t < to; t++) {
                 if (slots[t] < 0) continue;
-                write_slot(pool, key + t * key_token_stride, key_head_stride, slots[t], kv_heads, head_dim, block_size);
-                write_slot(values, value + t * value_token_stride, value_head_stride, slots[t], kv_heads, head_dim, block_size);
+                write_slot(*keys, key + t * key_token_stride, key_head_stride, slots[t], kv_heads, head_dim, block_size);
+                write_slot(*values, value + t * value_token_stride, value_head_stride, slots[t], kv_heads, head_dim,
+                           block_size);
             }
         });
     });

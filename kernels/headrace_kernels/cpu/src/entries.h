@@ -44,15 +44,26 @@ enum Activation : int64_t { SILU, GELU };  // GELU: with the tangent
 void activate(Team& team, float* out, const float* gate, int64_t gate_stride, const float* up, int64_t up_stride, int64_t rows,
               int64_t n, int64_t activation);
 
-// Paged attention, see headrace_attention. Its pool is contiguous.
+// Keys or values of one layer [blocks, KV heads, positions, size]: floats from one block, head and position to the next.
+// head = 0: all groups of query heads attend to the same one.
+struct Part {
+    float* data;
+    int64_t block, head, row;
+
+    float* at(int64_t number, int64_t kv_head, int64_t offset) const {
+        return data + number * block + kv_head * head + offset * row;
+    }
+};
+
+// Paged attention, see headrace_attention.
 struct Attention {
     float* out;
     const float* query;
     int64_t query_token_stride, query_head_stride;
-    float* pool;
+    Part keys, values;
     int64_t pool_blocks;
     const int32_t *query_starts, *seq_lens, *tables;
-    int64_t table_stride, table_entries, sequences, query_tokens, heads, kv_heads, head_dim, block_size;
+    int64_t table_stride, table_entries, sequences, query_tokens, heads, kv_heads, head_dim, value_dim, block_size;
     float scale, softcap;
     int64_t window;
     const float* sinks;
@@ -80,6 +91,6 @@ struct AttentionPlan {
 
 void attend(Team& team, const Attention& attention, const AttentionPlan& plan);
 
-// One token's keys or values to its slot of a half of the pool. By one thread.
-void write_slot(float* half, const float* from, int64_t head_stride, int64_t slot, int64_t kv_heads, int64_t head_dim,
+// One token's keys or values to its slot. By one thread.
+void write_slot(const Part& part, const float* from, int64_t head_stride, int64_t slot, int64_t kv_heads, int64_t head_dim,
                 int64_t block_size);

@@ -16,8 +16,8 @@ struct Layer {
 
 // Where a layer keeps keys and values, and what a step has for it.
 struct Cache {
-    float* pool;
-    int64_t pool_blocks, block_size, window;
+    float *keys, *values;
+    int64_t pool_blocks, block_stride, block_size, window;
     const int32_t *query_starts, *seq_lens, *tables;
     int64_t table_stride, table_entries, sequences;
     const int64_t* slots;
@@ -31,11 +31,16 @@ struct Rotary {
     int64_t cos_stride, sin_stride, dim;
 };
 
+Part part_of(const Layer& layer, const Cache& cache, float* data) {
+    return {data, cache.block_stride, cache.block_size * layer.head_dim, layer.head_dim};
+}
+
 Attention attention_of(const Layer& layer, const Cache& cache, float* out, const float* query, int64_t rows) {
     const int64_t d = layer.head_dim;
-    return {out, query, layer.qkv.outputs, d, cache.pool, cache.pool_blocks, cache.query_starts, cache.seq_lens, cache.tables,
-            cache.table_stride, cache.table_entries, cache.sequences, rows, layer.heads, layer.kv_heads, d, cache.block_size,
-            (float)layer.scale, (float)layer.softcap, cache.window, layer.sinks};
+    return {out, query, layer.qkv.outputs, d, part_of(layer, cache, cache.keys), part_of(layer, cache, cache.values),
+            cache.pool_blocks, cache.query_starts, cache.seq_lens, cache.tables, cache.table_stride, cache.table_entries,
+            cache.sequences, rows, layer.heads, layer.kv_heads, d, d, cache.block_size, (float)layer.scale,
+            (float)layer.softcap, cache.window, layer.sinks};
 }
 
 bool has_same_step(const Cache& a, const Cache& b) {
@@ -46,7 +51,7 @@ bool has_same_step(const Cache& a, const Cache& b) {
 // Norms and rotates queries and keys of each token, and writes keys and values to the pool.
 void prepare_heads(Team& team, const Layer& layer, const Cache& cache, const Rotary& rotary, float* qkv, int64_t rows) {
     const int64_t d = layer.head_dim, heads = layer.heads, kv_heads = layer.kv_heads;
-    float* values = cache.pool + cache.pool_blocks * kv_heads * cache.block_size * d;
+    const Part keys = part_of(layer, cache, cache.keys), values = part_of(layer, cache, cache.values);
     team.share(rows, [&](int64_t r, int64_t to) {
         for (; r < to; r++) {
             float *query = qkv + r * layer.qkv.outputs, *key = query + heads * d, *value = key + kv_heads * d;
@@ -58,7 +63,7 @@ void prepare_heads(Team& team, const Layer& layer, const Cache& cache, const Rot
             rotate_heads(query, d, heads, cos, sin, rotary.dim);
             rotate_heads(key, d, kv_heads, cos, sin, rotary.dim);
             if (cache.slots[r] < 0) continue;
-            write_slot(cache.pool, key, d, cache.slots[r], kv_heads, d, cache.block_size);
+            write_slot(keys, key, d, cache.slots[r], kv_heads, d, cache.block_size);
             write_slot(values, value, d, cache.slots[r], kv_heads, d, cache.block_size);
         }
     });

@@ -119,12 +119,14 @@ def size_kv(
             f"{size_text(layout.slot_bytes)} and some snapshots: a larger --kv-cache-memory or fewer --state-snapshots "
             "leave more.",
         )
+    latents = " of latents" if any(group.value_dim == 0 for group in layout.groups) else ""
     # A pipeline stage without attention holds any number: as many as all requests can fill.
     blocks = budget // layout.block_bytes if layout.block_bytes else per_request * rows + 1
     return KvSize(
         num_blocks=blocks,
         num_bytes=blocks * layout.block_bytes + slots * layout.slot_bytes,
-        note=f"KV cache: {size_text(blocks * layout.block_bytes)} for {_tokens(blocks, layout):,} tokens, {reason}.",
+        note=f"KV cache: {size_text(blocks * layout.block_bytes)}{latents} for {_tokens(blocks, layout):,} tokens, "
+        f"{reason}.{_unused(layout)}",
         max_num_seqs=rows,
         state_slots=slots,
         warnings=warnings,
@@ -139,6 +141,13 @@ def _divide(fitting: int, max_num_seqs: int, snapshots: int | None) -> tuple[int
         rows, most = (fitting - 1 - snapshots) // SLOTS_PER_ROW, snapshots
     rows = max(1, min(rows, max_num_seqs))
     return rows, 1 + SLOTS_PER_ROW * rows + max(0, min(most, fitting - 1 - SLOTS_PER_ROW * rows))
+
+
+def _unused(layout: CacheLayout) -> str:
+    """A sentence about memory that no layer uses: their sizes or numbers do not divide each other."""
+    used = sum(len(group.layers) * sum(group.entries) for group in layout.groups)
+    share = 1 - used / (len(layout.groups) * layout.slots * sum(layout.slot_entries)) if used else 0.0
+    return f" {share:.0%} of it is unused: its layers do not fill all slots." if share > 0.05 else ""
 
 
 def _tokens(blocks: int, layout: CacheLayout) -> int:

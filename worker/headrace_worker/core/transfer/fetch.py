@@ -21,9 +21,9 @@ class FetchLimits:
 
     min_blocks: int = 2  # fewer are computed locally
     margin: float = 0.05  # by which computing a prompt here must be faster, when a router chose a source that computes
-    min_seconds: float = 2.0  # lower bound of the time until the next offer
-    max_seconds: float = 600.0  # upper bound of it
-    slowdown: float = 4.0  # this time, as a multiple of the predicted one to compute the rest of the blocks here
+    min_seconds: float = 2.0  # lower bound of a fetch's time limit
+    max_seconds: float = 600.0  # upper bound of a fetch's time limit
+    slowdown: float = 4.0  # the time limit, as a multiple of the time to compute the blocks here
     deadline_share: float = 0.5  # upper bound, as a share of the time until the request's deadline
     renew: float = 0.5  # between two renewals to a source
     avoid: float = 1.0  # during which a lost source is not used
@@ -32,7 +32,9 @@ class FetchLimits:
     watermark: float = 0.05  # share of the pool that reservations leave to running requests
 
     def timeout(self, local_seconds: float, deadline: float | None, now: float) -> float:
-        """Seconds until a fetch's next offer, by those to compute the rest here and the request's deadline."""
+        """Seconds that a fetch may wait for its source, and again compute there: by those to compute it here, and the
+        request's deadline.
+        """
         timeout = min(max(self.min_seconds, self.slowdown * local_seconds), self.max_seconds)
         return timeout if deadline is None else min(timeout, self.deadline_share * (deadline - now))
 
@@ -74,9 +76,10 @@ class Fetch:
     local_blocks: int  # leading blocks that this replica has already
     held: BlockTable
     wanted: list[Span]  # per cache group
-    deadline: float  # of the next offer, which moves it
+    deadline: float  # until the source computes; then moved
     started: float
     seconds_per_block: float  # predicted, to compute it here
+    computing: bool = False  # whether the source has begun to compute the prompt
     reserved: list[list[int]] | None = None  # per cache group: one block for each wanted index
     chunks: list[Chunk] = field(default_factory=list)
 

@@ -182,9 +182,10 @@ class Fetcher:
                     return
                 read = Read(number, fetch.number, message.chunk, message.blocks, mine, message.computed)
                 self.orders.append(read)
-                now, rest = self._clock(), (fetch.blocks - fetch.offered) * fetch.seconds_per_block
-                timeout = self.limits.timeout(rest, fetch.request.deadline, now)
-                fetch.deadline = max(fetch.deadline, now + timeout)  # what goes on is not computed a second time
+                if not message.computed and not fetch.computing:  # its turn has come at the source
+                    fetch.computing, now = True, self._clock()
+                    rest = (fetch.blocks - message.first) * fetch.seconds_per_block
+                    fetch.deadline = now + self.limits.timeout(rest, fetch.request.deadline, now)
             case Refused() | Failed():
                 self._fail(fetch, notify=isinstance(message, Failed))
             case Commit(chunk=chunk):

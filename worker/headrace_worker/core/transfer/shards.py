@@ -26,6 +26,7 @@ class RankShard(Struct, frozen=True):
     groups: tuple[GroupShard, ...]
     agent: bytes = b""  # what the rank's agent says of itself and its memory; empty: nothing can be read there
     addresses: tuple[tuple[tuple[int, ...], ...], ...] = ()  # of block 0: per group, layer and tensor
+    strides: tuple[tuple[int, ...], ...] = ()  # bytes from one block to the next: per group and tensor
     device: int = -1  # of a GPU; -1 = host memory
 
     @property

@@ -6,6 +6,7 @@ Between shard and connect there is no communication: surgery gets plain modules 
 """
 
 import copy
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,9 +21,11 @@ from headrace_worker.core.transfer.shards import Span
 from headrace_worker.model.sharding import strings
 from headrace_worker.model.sharding.cuts import Cut, Cuts, ceiling, cut_shape, even, kv_heads, query_heads, scaled
 from headrace_worker.model.sharding.modules import Reduced, ShardedExperts, SharedNorm, VocabEmbedding, VocabHead
-from headrace_worker.model.sharding.places import kv_count
+from headrace_worker.model.sharding.places import kv_shapes
 from headrace_worker.model.sharding.recurrent import is_recurrent, recurrent_rule, section_spans
 from headrace_worker.model.sharding.stages import replace_other_stages
+
+_LAYER = re.compile(r"\.(\d+)\.")  # the index of a layer in the name of a module
 
 
 @dataclass(slots=True)
@@ -65,13 +68,20 @@ class _Cutter:
         self._rank, self._ranks = parallel.tp.rank, parallel.tp.size
         config: Any = model.config
         self._strings = strings.ShardStrings(config)
-        heads, kv = int(config.num_attention_heads), kv_count(config)
-        self._kv = kv_heads(heads, kv, self._rank, self._ranks)
-        self._heads = query_heads(heads, kv, self._rank, self._ranks)
-        self._counts = (heads, kv)
-        self._config = copy.copy(config)  # for attention modules
-        self._config.num_attention_heads = self._heads[1] - self._heads[0]
-        self._config.num_key_value_heads = self._kv[1] - self._kv[0]
+        self._shapes = kv_shapes(config)
+
+    def _counts(self, name: str) -> tuple[int, int]:
+        """Query and KV heads of the layer that a module belongs to; latents are for all query heads."""
+        found = _LAYER.search(f".{name}.")
+        shape = self._shapes[int(found[1]) if found else 0]
+        return shape.queries, shape.heads if shape.value else shape.queries
+
+    def _heads(self, name: str) -> Span:
+        """Query heads of this rank, in the layer of a module."""
+        return query_heads(*self._counts(name), self._rank, self._ranks)
+
+    def _kv(self, name: str) -> Span:
+        return kv_heads(*self._counts(name), self._rank, self._ranks)
 
     def run(self) -> None:
         base = next(name for name, module in self._model.named_modules() if module is self._model.base_model)
@@ -93,7 +103,7 @@ class _Cutter:
                 continue
             for leaf in module._parameters:
                 if self._strings.kind(f"{relative}.{leaf}") == strings.PER_HEAD:
-                    self._cut(name, module, leaf, Cut(0, (self._heads,)))
+                    self._cut(name, module, leaf, Cut(0, (self._heads(name),)))
         for name, module in self._model.named_modules():
             if _is_attention(name, module):
                 self._localise_attention(name, module)
@@ -154,27 +164,27 @@ class _Cutter:
             self._sharding.link(name, lambda inner: SharedNorm(inner, self._tp, group, eps))
 
     def _outputs(self, name: str, linear: nn.Linear, kind: str) -> tuple[Span, ...]:
-        heads, kv = self._counts
+        heads, kv = self._counts(name)
         leaf, size = name.rpartition(".")[2], linear.out_features
         if kind == strings.PACKED_QKV:
-            head = size // (heads + 2 * kv)
-            sections = ((self._heads, 0), (self._kv, heads * head), (self._kv, (heads + kv) * head))
+            head, keys = size // (heads + 2 * kv), self._kv(name)
+            sections = ((self._heads(name), 0), (keys, heads * head), (keys, (heads + kv) * head))
             return tuple(scaled(span, head, offset) for span, offset in sections)
         if kind == strings.PACKED_PAIR:
             half = size // 2
             span = even(half, self._rank, self._ranks, "inner dimensions of an MLP")
             return span, scaled(span, 1, half)
         if leaf in ("k_proj", "v_proj"):
-            return (scaled(self._kv, size // kv),)
+            return (scaled(self._kv(name), size // kv),)
         if leaf == "q_proj" or kind == strings.PER_HEAD:
-            return (scaled(self._heads, size // heads),)
+            return (scaled(self._heads(name), size // heads),)
         return (even(size, self._rank, self._ranks, f"outputs of {leaf}"),)
 
     def _inputs(self, name: str, linear: nn.Linear) -> Span:
         leaf, size = name.rpartition(".")[2], linear.in_features
         parent = name.rpartition(".")[0]
         if _is_attention(parent, self._model.get_submodule(parent)):
-            return scaled(self._heads, size // self._counts[0])
+            return scaled(self._heads(name), size // self._counts(name)[0])
         return even(size, self._rank, self._ranks, f"inputs of {leaf}")
 
     def _cut_experts(self, name: str, module: Any, kind: str) -> None:
@@ -213,7 +223,8 @@ class _Cutter:
     def _localise_attention(self, name: str, module: nn.Module) -> None:
         """Set this rank's head counts in an attention module."""
         keys = "k_proj" if hasattr(module, "k_proj") else "q_proj"  # keys may be those of an earlier layer
-        if not any(f"{name}.{leaf}.weight" in self._sharding.cuts for leaf in (keys, "qkv_proj", "query_key_value")):
+        leaves = (keys, "qkv_proj", "query_key_value", "kv_b_proj")
+        if not any(f"{name}.{leaf}.weight" in self._sharding.cuts for leaf in leaves):
             raise ModelUnsupportedError(
                 f"The tensor-parallel plan of {self._model.config.model_type} does not split its attention: serve it "
                 "with --tp 1."
@@ -225,13 +236,18 @@ class _Cutter:
                 raise ModelUnsupportedError(
                     f"{norm} of {self._model.config.model_type} spans all heads, which cannot be split: use --tp 1."
                 )
-        heads, kv = self._config.num_attention_heads, self._config.num_key_value_heads
+        heads, kv = (stop - start for start, stop in (self._heads(name), self._kv(name)))
+        config: Any = self._model.config
+        if getattr(config, "is_heterogeneous", False):
+            config = config.per_layer_config[int(getattr(module, "layer_idx"))]  # noqa: B009
+        config = copy.copy(config)
+        config.num_attention_heads, config.num_key_value_heads = heads, kv
         local = {
             "num_heads": heads,
             "num_attention_heads": heads,
             "num_key_value_heads": kv,
             "num_key_value_groups": heads // kv,
-            "config": self._config,
+            "config": config,
         }
         for attribute, value in local.items():
             if hasattr(module, attribute):

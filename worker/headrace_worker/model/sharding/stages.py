@@ -40,7 +40,9 @@ def replace_other_stages(model: PreTrainedModel, parallel: ParallelContext, devi
     plan = list(getattr(config, "base_model_pp_plan", None) or ())
     if not plan and config.model_type in _FINAL_NORMS:
         plan = ["layers", _FINAL_NORMS[config.model_type]]
-    if not plan or getattr(config, "num_kv_shared_layers", None):
+    # Layers that share keys and values, or get a part of the embeddings each, need what the first stage has.
+    whole = any(getattr(config, name, None) for name in ("num_kv_shared_layers", "hidden_size_per_layer_input"))
+    if not plan or whole:
         raise ModelUnsupportedError(f"{config.model_type} cannot be split into pipeline stages: serve it with --pp 1.")
     _, layers = decoder_layers(model)
     first, stop = stage_layers(len(layers), parallel.pp_size)[parallel.pp_rank]

@@ -36,6 +36,11 @@ _LFM2 = _ATTENTION | {
     **{f"layers.*.feed_forward.{name}": "colwise" for name in ("w1", "w3")},
     "layers.*.feed_forward.w2": "rowwise",
 }
+# Latents are made on every rank, and each head's products of them on one.
+_LATENTS = {f"layers.*.self_attn.{name}": "per_head" for name in ("q_proj", "q_b_proj", "kv_b_proj")} | {
+    "layers.*.self_attn.kv_a_proj_with_mqa": "replicate",
+    "layers.*.self_attn.o_proj": "rowwise",
+}
 _PACKED_MLP = {"layers.*.mlp.gate_up_proj": "packed_colwise", "layers.*.mlp.down_proj": "rowwise"}
 _OVERRIDES: dict[str, dict[str, str]] = {
     "phi3": {"layers.*.self_attn.qkv_proj": PACKED_QKV, "layers.*.self_attn.o_proj": "rowwise", **_PACKED_MLP},
@@ -47,6 +52,7 @@ _OVERRIDES: dict[str, dict[str, str]] = {
         "layers.*.self_attn.sinks": PER_HEAD,
         "layers.*.mlp.experts": "moe_tp_experts",
     },
+    "mimo_v2_flash": {"layers.*.self_attn": "replicate", "layers.*.self_attn.sinks": PER_HEAD},
     "bamba": _ATTENTION | _FEED_FORWARD,
     "jamba": _ATTENTION | _FEED_FORWARD,
     "granitemoehybrid": {
@@ -74,6 +80,8 @@ class ShardStrings:
         """Raises ModelUnsupportedError for a family without a plan."""
         family = config.model_type
         plan = {**(getattr(config, "base_model_tp_plan", None) or {}), **_OVERRIDES.get(family, {})}
+        if getattr(config, "kv_lora_rank", None):
+            plan |= _LATENTS
         if not plan:
             raise ModelUnsupportedError(
                 f"{family} has no tensor-parallel plan, in transformers or here: serve it with --tp 1."

@@ -23,16 +23,17 @@ class NativeLayers(nn.Module):
         self._indexes = [layer.self_attn.layer_idx for layer in layers]
         self.weights = tuple(weights)
         self._native = Layers(weights)
-        self._bound: Callable[[], Tensor | None] = lambda: None  # the pool of the first layer
+        self._bound: Callable[[], Tensor | None] = lambda: None  # the keys of the first layer
 
     def forward(self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **_: Any) -> Tensor:
         """hidden_states [1, T, N] -> [1, T, N]."""
         step = current_step()
         cos, sin = position_embeddings[0][0], position_embeddings[1][0]
-        first = step.layers[self._indexes[0]].pool
+        first = step.layers[self._indexes[0]].parts[0]
         if self._bound() is not first:
             caches = [step.layers[index] for index in self._indexes]
-            self._native.bind([LayerPool(cache.pool, cache.window, cache.group) for cache in caches])
+            pools = [(cache.pool, cache.window, cache.group) for cache in caches if cache.pool is not None]
+            self._native.bind([LayerPool(*pool) for pool in pools])
             self._bound = weakref.ref(first)  # a model outlives its caches
         for index in self._indexes:
             step.attend_once(index)

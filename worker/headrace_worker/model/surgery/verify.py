@@ -54,7 +54,7 @@ class TinyStep:
     ) -> None:
         device = like.device
         pool = torch.zeros(2, 2, kv_heads, _BLOCK, head_dim, dtype=like.dtype, device=device)
-        self._layers = {layer: LayerCache(0, pool, window)}
+        self._layers = {layer: LayerCache.of(0, pool, window)}
         self._meta = AttentionMeta(
             query_starts=torch.tensor([0, TOKENS], dtype=torch.int32, device=device),
             seq_lens=torch.tensor([TOKENS], dtype=torch.int32, device=device),
