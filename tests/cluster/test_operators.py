@@ -6,7 +6,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
-import msgspec
 import pytest
 
 from headrace_cluster.controller import control_loop, operations
@@ -423,21 +422,6 @@ def test_refused_roles(driver: FakeDriver, eventually: Eventually) -> None:
                 assert code == 409 and all(word in sentence for word in words), sentence
             assert (await _listed(control))["smollm2-0"] == "decode" and not driver.named("role")
             driver.start_gate.set()
-
-    asyncio.run(scenario())
-
-
-def test_a_replica_with_recurrent_state_keeps_its_role(driver: FakeDriver, eventually: Eventually) -> None:
-    async def scenario() -> None:
-        async with _api(driver, eventually, replicas=2) as (control, post):
-            rank = driver.ranks[FIRST]
-            assert rank.report.started is not None
-            rank.note(started=msgspec.structs.replace(rank.report.started, keeps_states=True))
-            await eventually(lambda: control.planner.builds[FIRST].reports[0].version == rank.report.version)
-            for role in ("prefill", "decode"):
-                code, sentence = await post("/role", replica="smollm2-0", role=role)
-                assert code == 409 and "keeps recurrent state, which is not transferred yet" in sentence
-            assert (await post("/role", replica="smollm2-0", role="both"))[0] == 200 and not driver.named("role")
 
     asyncio.run(scenario())
 

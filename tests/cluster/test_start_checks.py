@@ -112,15 +112,6 @@ def test_a_family_that_is_not_served_is_named_before_ray_starts(folder: Path) ->
     assert run(spec({"source": str(folder), "trust_remote_code": True})) == []
 
 
-def test_pools_of_a_model_with_recurrent_state(folder: Path) -> None:
-    config = {"model_type": "lfm2", "max_position_embeddings": 64, "layer_types": ["conv", "full_attention"]}
-    (folder / "config.json").write_text(json.dumps(config))
-    model = {"name": "m", "source": str(folder), "cpu_threads": 1}
-    assert run(spec(model)) == []
-    with pytest.raises(HeadraceError, match="lfm2 keeps recurrent state, which is not transferred yet"):
-        run(spec(model | {"prefill": {"replicas": 1}, "decode": {"replicas": 1}}))
-
-
 def test_an_invalid_gguf_file(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(b"GGUF" + b"\xff" * 200)

@@ -30,7 +30,7 @@ from headrace_cluster.spec.cluster_spec import ClusterSpec, parse_spec
 from headrace_cluster.spec.model_spec import ModelSpec
 from headrace_cluster.spec.section import reason
 from headrace_proto.errors import HeadraceError
-from headrace_proto.role import Role, UnknownRoleError, parse_role
+from headrace_proto.role import UnknownRoleError, parse_role
 from headrace_worker.profiling.report import DEFAULT_SECONDS, DEFAULT_STEPS
 
 MAX_DRAIN_SECONDS = 24 * 3600
@@ -350,11 +350,6 @@ class Operators:
                 raise RoleError(f"{replica_id} is {self._state(replica_id)}: its role can be changed while it is ready")
             if len(self._planner.builds_of(replica_id)) > 1:
                 raise RoleError(f"{replica_id} is being rolled: its role can be changed when that is done")
-            if role is not Role.BOTH and (started := build.reports[0].started) and started.keeps_states:
-                raise RoleError(
-                    f"{wanted.model.name} keeps recurrent state, which is not transferred yet: its replicas keep the "
-                    "role both"
-                )
             if not role.decodes and not self._planner.another_answers(replica_id):
                 raise RoleError(
                     self._unconnected_peer(replica_id)

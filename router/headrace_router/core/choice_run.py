@@ -227,7 +227,7 @@ class ChoiceRun(Generic[C]):
         holder = self._previous
         if holder is None and not self._leads and self.prompt.long:
             holder = self.prompt.replica
-        if holder is None or not holder.connected or holder is target or self._in_doubt or holder.keeps_states:
+        if holder is None or not holder.connected or holder is target or self._in_doubt:
             return None
         return KvSource(holder, cached_only=True)
 

@@ -233,7 +233,6 @@ class FleetPlacement(Generic[C]):
     def _plan(self, rows: Rows, request: ChoiceRequest, output_tokens: int, *, sources: bool) -> Placed[C]:
         table = self._fleet.table
         prefill = _NO_ROWS
-        sources = sources and not any(scheme.states for scheme in request.blocks)
         if sources and self._disaggregation != "off":
             prefill = table.usable(request.model, request.revision, self._clock(), prefill=True)
         if not output_tokens:

@@ -112,7 +112,7 @@ class HashScheme:
     layout_version: int
     block_size: int
     windows: tuple[int, ...]  # by cache group; 0 = all
-    states: bool = False  # the last group is of snapshots of recurrent state, which are not transferred
+    states: bool = False  # the last group is of snapshots of recurrent state
 
     @classmethod
     def of(cls, facts: ModelFacts) -> Self | None:

@@ -292,11 +292,6 @@ class ReplicaState(KnownReplica[C]):
         return self.load.running + self.load.waiting + self.unreported
 
     @property
-    def keeps_states(self) -> bool:
-        """Whether its model keeps recurrent state: then its blocks are of no use to other replicas."""
-        return self.scheme is not None and self.scheme.states
-
-    @property
     def has_room(self) -> bool:
         """Whether one more attempt runs at once, as far as its rows decide."""
         return not self.rows or self.requests < self.rows
@@ -451,7 +446,7 @@ class ReplicaState(KnownReplica[C]):
         if facts.identity.boot_id != self.identity.boot_id:
             self.load, self.speed = Load(), StepSpeed()  # an earlier process's reports are invalid
         self.apply(facts, card)
-        if self.blocks is not None and self.scheme is not None and self.keeps_states:
+        if self.blocks is not None and self.scheme is not None and self.scheme.states:
             self.blocks.state_group = len(self.scheme.windows) - 1
 
     def receive(self, frame: ReplicaFrame) -> bool:

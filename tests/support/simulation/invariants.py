@@ -19,10 +19,12 @@ class Invariants:
 
     def always(self) -> None:
         """After every command and every step. Raises."""
-        exchange, pool = self._replica.engine.exchange, self._replica.kv.pool
-        self._replica.scheduler.check(exchange.held())
+        exchange, pool, states = self._replica.engine.exchange, self._replica.kv.pool, self._replica.kv.states
+        self._replica.scheduler.check(exchange.held(), exchange.held_slots())
         for exposure in self._replica.ranks.exposures.values():
             loose = exposure.blocks - set(exchange.fetcher.held()) - pool._quarantined
+            if states is not None:
+                loose |= exposure.slots - set(exchange.fetcher.held_slots()) - states.pool._quarantined
             if loose:
                 raise InvariantViolation(f"blocks {loose} may still be written, but are neither held nor quarantined")
 
@@ -55,7 +57,10 @@ class Invariants:
     def idle(self) -> None:
         """When no event is left. Raises."""
         exchange, pool = self._replica.engine.exchange, self._replica.kv.pool
+        states = self._replica.kv.states
         left = {
+            "used slots": states.pool.used if states is not None else 0,
+            "quarantined slots": states.pool.quarantined if states is not None else 0,
             "used blocks": pool.used,
             "quarantined blocks": pool.quarantined,
             "fetches": len(exchange.fetcher),

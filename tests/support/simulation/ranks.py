@@ -42,10 +42,15 @@ class Exposure:
 
     order: Read
     ranks: set[int]
+    groups: int  # of blocks; slots of states follow them
 
     @property
     def blocks(self) -> set[int]:
-        return {block for row in self.order.mine for block in row}
+        return {block for row in self.order.mine[: self.groups] for block in row}
+
+    @property
+    def slots(self) -> set[int]:
+        return {slot for row in self.order.mine[self.groups :] for slot in row}
 
 
 class SimRanks:
@@ -79,7 +84,7 @@ class SimRanks:
             SimTransferWorker(
                 world,
                 owner,
-                RankShadow(number, shard, model.windows, BLOCK),
+                RankShadow(number, shard, model.windows, BLOCK, states=self._states or {}),
                 shard.agent,
                 network,
                 report,
@@ -202,7 +207,7 @@ class SimRanks:
                     self._routed_ranks[peer] = {route.target for route in routes}
                 case Read():
                     ranks = set(self._routed_ranks[order.peer])
-                    self.exposures[order.peer, order.fetch, order.chunk] = Exposure(order, ranks)
+                    self.exposures[order.peer, order.fetch, order.chunk] = Exposure(order, ranks, self._groups)
 
     def _over(self, rank: int, order: Read) -> None:
         key = (order.peer, order.fetch, order.chunk)

@@ -35,10 +35,12 @@ class RankShadow:
     block_size: int
     cells: dict[tuple[int, int], dict[int, Cell]] = field(default_factory=dict)
     parts: list[list[tuple[int, int]]] = field(default_factory=list)  # per cache group
+    states: dict[int, int] = field(default_factory=dict)  # of slots: the tag of the tokens before
 
     def __post_init__(self) -> None:
         self.parts = [
-            [(layer, head) for layer in group.layers for head in range(*group.units)] for group in self.shard.groups
+            [(layer, head) for layer in group.layers for head in range(*group.units)]
+            for group in self.shard.groups[: len(self.windows)]
         ]
         self.cells = {part: {} for parts in self.parts for part in parts}
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from headrace_worker.core.layout import CacheGroupSpec, CacheLayout, StateSpec
-from headrace_worker.core.transfer.shards import GroupShard, KvGroup, KvShards, RankShard
+from headrace_worker.core.transfer.shards import STATE_WINDOW, GroupShard, KvGroup, KvShards, RankShard
 from headrace_worker.model.sharding.cuts import kv_heads
 
 BLOCK = 4
@@ -57,15 +57,17 @@ class Model:
     def shards(self, tp: int, pp: int) -> KvShards:
         """With pp 2 each stage has one layer of every group."""
         groups = range(len(self.windows))
-        stages = (
+        stages: list[list[tuple[int, ...]]] = (
             [[(g, len(groups) + g) for g in groups]]
             if pp == 1
             else [[(s * len(groups) + g,) for g in groups] for s in range(2)]
         )
-        ranks = [
-            RankShard(tuple(GroupShard(layers, kv_heads(self.heads * tp, self.heads, place, tp)) for layers in stage))
-            for stage in stages
-            for place in range(tp)
-        ]
-        kinds = tuple(KvGroup(window, (BLOCK * 8 * 4,) * 2) for window in self.windows)
-        return KvShards(BLOCK, "float32", kinds, tuple(ranks))
+        ranks = []
+        for number, stage in enumerate(stages):
+            kept = [GroupShard((2 * len(groups),) if number == pp - 1 else (), (0, 1))] if self.states else []
+            for place in range(tp):
+                heads = kv_heads(self.heads * tp, self.heads, place, tp)
+                ranks.append(RankShard((*(GroupShard(layers, heads) for layers in stage), *kept)))
+        kinds = [KvGroup(window, (BLOCK * 8 * 4,) * 2) for window in self.windows]
+        kinds += [KvGroup(STATE_WINDOW, (16,))] if self.states else []
+        return KvShards(BLOCK, "float32", tuple(kinds), tuple(ranks))

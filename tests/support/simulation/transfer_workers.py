@@ -158,7 +158,8 @@ class SimTransferWorker:
     def blocks_in_transfer(self) -> set[int]:
         """Blocks that the worker may still write."""
         loads = {block for order in self.loading for row in order.blocks for block in row}
-        return loads | {block for reading in self.reading for row in reading.order.mine for block in row}
+        groups = len(self.shadow.windows)
+        return loads | {block for reading in self.reading for row in reading.order.mine[:groups] for block in row}
 
     def _copy(self, order: Load | Store) -> None:
         """Within this rank: each block leaves one memory and reaches the other at times of its own."""
@@ -246,7 +247,29 @@ class SimTransferWorker:
     def _begin(self, reading: _Reading, route: Route, agent: bytes) -> None:
         for group, shard in enumerate(route.groups):
             for layer in shard.layers if reading.order.mine[group] else ():
-                self._begin_piece(reading, agent, group, layer, range(*shard.units))
+                if group < len(self.shadow.windows):
+                    self._begin_piece(reading, agent, group, layer, range(*shard.units))
+                else:
+                    self._begin_state(reading, agent, *reading.order.theirs[group], *reading.order.mine[group])
+
+    def _begin_state(self, reading: _Reading, agent: bytes, theirs: int, mine: int) -> None:
+        reading.under_way += 1
+
+        def leave() -> None:
+            source = self._network.source(agent)
+            tag = source.shadow.states.get(theirs, NOTHING) if source is not None else None
+
+            def reach() -> None:
+                if tag is None:
+                    reading.failed = True
+                else:
+                    self.shadow.states[mine] = tag
+                reading.under_way -= 1
+                self.wake()
+
+            self.world.at(self._network.delay(), reach)
+
+        self.world.at(self._network.delay(), leave)
 
     def _begin_piece(self, reading: _Reading, agent: bytes, group: int, layer: int, units: range) -> None:
         reading.under_way += 1

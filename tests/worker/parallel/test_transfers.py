@@ -98,6 +98,47 @@ def test_tokens_through_prefill_and_decode(
     wait_until_idle(from_source, from_target)
 
 
+@pytest.mark.parametrize(
+    ("family", "source", "target"),
+    [
+        *(("qwen3_next", *split) for split in (*WINDOWED, ((1, 2), (2, 1)))),
+        ("kimi_linear", (1, 1), (1, 1)),
+        ("bamba", (1, 1), (2, 1)),
+        ("bamba", (2, 1), (1, 1)),
+        ("granitemoehybrid", (2, 2), (1, 1)),
+        ("jamba", (1, 1), (2, 2)),
+        ("lfm2", (2, 1), (1, 2)),
+    ],
+)
+def test_states_move_with_the_blocks(
+    family: str,
+    source: tuple[int, int],
+    target: tuple[int, int],
+    pair: Callable[..., Any],
+    save_tiny: Callable[..., Path],
+    check_oracle: Callable[..., None],
+) -> None:
+    """Computed for the request, or cached at the source; and the next turn starts from the state that was moved."""
+    folder = save_tiny(family)
+    (prefill, _), (from_source, from_target) = pair(source, target, folder)
+    mixed = prompts(16, seed=2)
+    from_source.submit(mixed[0], 2).wait()
+    done = []
+    for first in range(0, 16, 4):  # each state needs a slot
+        sent = [from_target.submit(prompt, 8, prefill.address) for prompt in mixed[first : first + 4]]
+        done += [one.wait() for one in sent]
+    check_oracle(folder, mixed, done)
+    counters = from_target.load.counters
+    assert counters.fetches >= 12 and counters.fetches_failed == 0 and counters.fetched_bytes > 0
+    turns = [prompt + one.token_ids + [7, 8, 9] for prompt, one in zip(mixed[-2:], done[-2:], strict=True)]
+    again = [from_target.submit(turn, 4).wait() for turn in turns]
+    check_oracle(folder, turns, again)
+    assert all(
+        one.cached_tokens >= (len(prompt) - 1) // 4 * 4 - 4 for one, prompt in zip(again, mixed[-2:], strict=True)
+    )
+    wait_until_idle(from_source, from_target)
+
+
 @pytest.mark.parametrize(("source", "target"), [((1, 1), (1, 1)), ((2, 1), (2, 1))])
 def test_blocks_of_steps_that_are_replayed(
     source: tuple[int, int],

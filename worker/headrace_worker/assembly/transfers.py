@@ -5,9 +5,11 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from uuid import uuid4
 
 import msgspec
+from torch import Tensor
 
 from headrace_proto.role import Role
 from headrace_worker.assembly.command_queue import CommandQueue
@@ -15,6 +17,7 @@ from headrace_worker.assembly.offload import host_memory, open_file, slot_parts
 from headrace_worker.comm.failure_detection import FailureDetector
 from headrace_worker.comm.interface import interface_of, rank_host
 from headrace_worker.core.config import ReplicaConfig
+from headrace_worker.core.layout import StatePart
 from headrace_worker.core.transfer.orders import TransferReport
 from headrace_worker.core.transfer.shards import RankShard
 from headrace_worker.core.transfer.slots import Slots
@@ -22,7 +25,7 @@ from headrace_worker.kv_transfer.agent import KvAgent, TransfersUnavailableError
 from headrace_worker.kv_transfer.offload_file import OffloadFile
 from headrace_worker.kv_transfer.transfer_worker import HostMemory, TransferWorker
 from headrace_worker.model.attention import LayerCache
-from headrace_worker.model.kv_shards import kv_shards
+from headrace_worker.model.kv_shards import kv_shards, state_memory, state_tensors
 from headrace_worker.model.load import LoadedModel
 from headrace_worker.ranks.team import Team
 from headrace_worker.runner.pools import KVPools, bind_layers
@@ -54,12 +57,14 @@ def open_transfers(
     replica of a pool or with host slots, UnknownBackendError, MemoryTooSmallError, OffloadFolderError.
     """
     rank = team.topology.rank if team is not None else 0
-    shards = kv_shards(model.config, model.dtype_name, config.block_size, model.dtype.itemsize, config.tp, config.pp)
+    size, parts = model.dtype.itemsize, model.layout.state_parts
+    shards = kv_shards(model.config, model.dtype_name, config.block_size, size, config.tp, config.pp, parts)
     agent: KvAgent | None = None
     reason = ""
     host: dict[int, LayerCache] = {}
     try:
-        made = KvAgent(f"{config.replica_id}-{rank}-{uuid4().hex}", pools.tensors, transport_of(config))
+        memory_of_pools = [*pools.tensors, *pools.states.values()]
+        made = KvAgent(f"{config.replica_id}-{rank}-{uuid4().hex}", memory_of_pools, transport_of(config))
         if host_slots:
             memory_of_host = host_memory(pools.tensors, host_slots, model.device)
             host = bind_layers(model.layout, memory_of_host)
@@ -67,7 +72,7 @@ def open_transfers(
         agent = made
     except TransfersUnavailableError as error:
         reason = str(error)
-    mine = _with_memory(shards.ranks[rank], agent, pools.layers)
+    mine = _with_memory(shards.ranks[rank], agent, pools.layers, parts, pools.states)
     ranks = [mine]
     if team is not None:
         texts = team.new_all_gather("memory").gather(base64.b64encode(msgspec.msgpack.encode(mine)).decode())
@@ -81,10 +86,10 @@ def open_transfers(
     check = team.detector.check if team is not None else lambda: None
     memory, file = None, None
     if host:
-        parts = slot_parts(host, mine.layers)
-        block_bytes = max(sum(map(len, parts(group, 0))) for group in range(len(mine.groups)))
+        slots_of = slot_parts(host, mine.layers)
+        block_bytes = max(sum(map(len, slots_of(group, 0))) for group in range(len(mine.groups)))
         file = open_file(config, model.source.revision, unplaced, block_bytes, team)
-        memory = HostMemory(_with_memory(mine, agent, host), parts, file)
+        memory = HostMemory(_with_memory(mine, agent, host), slots_of, file)
     worker = TransferWorker(rank, shards, agent, model.device, report, check, memory)
     note = f"KV blocks move by NIXL ({transport_of(config)})."
     return Transfers(worker, note, _places(file, rank))
@@ -110,14 +115,24 @@ def transport_of(config: ReplicaConfig) -> str:
     return f"{config.kv_transfer}:{','.join(devices)}"
 
 
-def _with_memory(shard: RankShard, agent: KvAgent | None, caches: Mapping[int, LayerCache]) -> RankShard:
-    """caches: by layer."""
+def _with_memory(
+    shard: RankShard,
+    agent: KvAgent | None,
+    caches: Mapping[int, LayerCache],
+    parts: tuple[StatePart, ...] = (),
+    states: Mapping[tuple[int, str], Tensor] = MappingProxyType({}),
+) -> RankShard:
+    """caches: by layer. parts: of the layers with states."""
     if agent is None:
         return shard
-    parts = [[caches[layer].parts for layer in group.layers] for group in shard.groups]
-    addresses = tuple(tuple(tuple(part.data_ptr() for part in layer) for layer in group) for group in parts)
-    strides = tuple(tuple(part.stride(0) * part.itemsize for part in group[0]) if group else () for group in parts)
-    device = next(iter(caches.values())).parts[0].device
+    blocks = len(shard.groups) - len(state_tensors(parts))
+    tensors = [[caches[layer].parts for layer in group.layers] for group in shard.groups[:blocks]]
+    addresses = tuple(tuple(tuple(part.data_ptr() for part in layer) for layer in group) for group in tensors)
+    strides = tuple(tuple(part.stride(0) * part.itemsize for part in group[0]) if group else () for group in tensors)
+    of_states = state_memory(parts, shard.groups[blocks:], states)
+    addresses, strides = addresses + of_states[0], strides + of_states[1]
+    tensors_of = [part for cache in caches.values() for part in cache.parts] + list(states.values())
+    device = tensors_of[0].device
     index = -1 if device.type == "cpu" else device.index
     return msgspec.structs.replace(shard, agent=agent.metadata, addresses=addresses, strides=strides, device=index)
 

@@ -231,7 +231,6 @@ class ReplicaStarted(Struct, frozen=True, kw_only=True):
     kv_bytes: int
     block_size: int
     weight_bytes: int
-    keeps_states: bool = False  # recurrent ones, which are not transferred
     defaults: dict[str, int | float] = {}  # of requests, the model's own included
     warnings: list[str] = []  # sentences about what makes it slower than it could be here, or how its files are taken
     notes: list[str]  # sentences to show on request: which kernels, what was chosen and why

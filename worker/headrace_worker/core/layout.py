@@ -56,6 +56,21 @@ class StateSpec(Struct, frozen=True):
         return prod(self.shape) * (element_bytes if self.kind == "conv" else 4)
 
 
+class StatePart(Struct, frozen=True):
+    """How one kind of state of a recurrent layer is divided among ranks: rows of sections, in the whole model.
+
+    Of a section's units a rank has its share, or one that several ranks have alike.
+    """
+
+    kind: str
+    rows: int
+    sections: tuple[tuple[int, int], ...]  # units, and the entries of each
+
+    def entry_bytes(self, element_bytes: int) -> int:
+        """element_bytes: of the model's dtype."""
+        return element_bytes if self.kind == "conv" else 4
+
+
 class CacheLayout(Struct, frozen=True):
     """All groups of a model on one rank, and the states of its recurrent layers."""
 
@@ -63,6 +78,7 @@ class CacheLayout(Struct, frozen=True):
     groups: tuple[CacheGroupSpec, ...]
     element_bytes: int
     states: tuple[StateSpec, ...] = ()
+    state_parts: tuple[StatePart, ...] = ()  # of each layer with states, in the whole model
 
     @property
     def slots(self) -> int:

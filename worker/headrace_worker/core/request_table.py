@@ -97,11 +97,12 @@ class RequestTable:
             request.suspect = False
             self.suspects -= 1
 
-    def check(self, others: Sequence[int] = ()) -> None:
-        """Raises RuntimeError unless blocks, rows and tables agree; `others`: blocks held outside of this table."""
+    def check(self, others: Sequence[int] = (), slots: Sequence[int] = ()) -> None:
+        """Raises RuntimeError unless blocks, rows and tables agree; others, slots: held outside of this table."""
         self.kv.pool.check()
         if self.kv.states is not None:
-            self.kv.states.check([request.table.state for request in self.running if request.table is not None])
+            states = [request.table.state for request in self.running if request.table is not None]
+            self.kv.states.check(states, slots)
         held: dict[int, int] = dict.fromkeys(others, 1)
         for request in self.running:
             if request.table is None or request.row < 0:

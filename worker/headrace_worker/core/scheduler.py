@@ -162,9 +162,9 @@ class Scheduler:
                 self._preempt(request)
         return []
 
-    def check(self, others: Sequence[int] = ()) -> None:
-        """Raises RuntimeError unless blocks, rows and tables agree; `others`: blocks held outside of the scheduler."""
-        self._request_table.check(others)
+    def check(self, others: Sequence[int] = (), slots: Sequence[int] = ()) -> None:
+        """Raises RuntimeError unless blocks, rows and tables agree; others, slots: held outside of the scheduler."""
+        self._request_table.check(others, slots)
 
     def _schedule_running(self, draft: StepDraft) -> None:
         """Requests that miss one position first, so that a long prompt never delays a stream.

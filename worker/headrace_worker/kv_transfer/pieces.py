@@ -34,7 +34,7 @@ def pieces(
     parts = [np.empty((0, 2), np.uint64)]
     for group, place in layers:
         held, moved = rank.groups[group], route.groups[group]
-        numbers = np.asarray(blocks[group], np.uint64)
+        numbers = np.asarray(blocks[min(group, len(blocks) - 1)], np.uint64)  # the last ones are of all states
         addresses = rank.addresses[group][held.layers.index(moved.layers[place])]
         sizes = shards.groups[group].unit_bytes
         for address, stride, size in zip(addresses, rank.strides[group], sizes, strict=True):

@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import torch
 from transformers import PreTrainedModel
 
@@ -94,9 +95,11 @@ def load(
             read_facts, source, model.config, gguf, vocab_size, config.trust_remote_code, config.chat_template
         )
         buffers.compute_buffers(model, place)
+        parts = recurrent.state_parts(model) if keeps_states(text) else ()
         sharding = shard(model, parallel, place)
-        states = recurrent.redirect(model, parallel) if keeps_states(text) else ()
+        states = recurrent.redirect(model, parallel) if parts else ()
         layout = cache_layout(model.config, config.block_size, dtype.itemsize, parallel, states)
+        layout = msgspec.structs.replace(layout, state_parts=parts)
         if layout.groups[0].value_dim == 0:
             latent.redirect(model, sum(len(group.layers) for group in layout.groups))
         names = TextNames(hf_config, model) if hf_config is not text and source.weights else None

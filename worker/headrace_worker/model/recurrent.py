@@ -7,6 +7,7 @@ these names are ours; transformers' classes stay as they are.
 import inspect
 from collections.abc import Callable
 from functools import partial
+from math import prod
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -17,10 +18,11 @@ import headrace_kernels.ops as ops
 from headrace_kernels.meta import StateMeta
 from headrace_proto.errors import ModelUnsupportedError
 from headrace_worker.comm.parallel_context import SINGLE, ParallelContext
-from headrace_worker.core.layout import StateSpec
+from headrace_worker.core.layout import StatePart, StateSpec
 from headrace_worker.model.attention import StepContextError, current_step
 from headrace_worker.model.refusals import ATTENTION_TYPES, STATE_TYPES
 from headrace_worker.model.sharding.places import stage_layers
+from headrace_worker.model.sharding.recurrent import is_recurrent, recurrent_rule
 
 _ACTIVATIONS = (None, "silu", "swish")
 
@@ -142,6 +144,40 @@ def redirect(model: PreTrainedModel, parallel: ParallelContext = SINGLE) -> tupl
     return tuple(specs)
 
 
+def state_parts(model: PreTrainedModel) -> tuple[StatePart, ...]:
+    """How the states of its layers are divided, which are alike. model: the whole one, on meta."""
+    found = {_parts(module, str(model.config.model_type)) for module in model.modules() if is_recurrent(module)}
+    if len(found) != 1:
+        raise ModelUnsupportedError(
+            f"{type(model).__name__} keeps recurrent state of {len(found)} kinds: this model is not supported."
+        )
+    return found.pop()
+
+
+def _parts(module: nn.Module, family: str) -> tuple[StatePart, ...]:
+    try:
+        rule = recurrent_rule(module, family)
+    except ModelUnsupportedError:  # it is not split
+        rule = None
+    (convolution,) = (child for child in module.children() if isinstance(child, nn.Conv1d))
+    channels, _, width = convolution.weight.shape
+    sections: tuple[tuple[int, int], ...] = ((1, channels),)
+    if rule is not None:
+        sections = rule.parts["conv1d"] if "conv1d" in rule.parts else rule.parts["conv"]
+    parts = [StatePart("conv", width - 1, sections)]
+    for _, shape in _sequences(module).values():
+        units, *rest = shape(module)
+        parts.append(StatePart("recurrent", 1, ((units, prod(rest)) if rule is not None else (1, units * prod(rest)),)))
+    return tuple(parts)
+
+
+def _sequences(module: nn.Module) -> dict[str, tuple[Callable[..., Any], Callable[[Any], tuple[int, ...]]]]:
+    """Of the functions above, those over sequences that a module's forward calls."""
+    forward = inspect.unwrap(type(module).forward)
+    names = set(forward.__code__.co_names) if isinstance(forward, FunctionType) else set()
+    return {name: entry for name, entry in _SEQUENCE.items() if name in names}
+
+
 def redirect_module(module: nn.Module, layer: int) -> list[StateSpec]:
     """Redirects a module that calls the functions above; returns its states, none for any other module."""
     forward = inspect.unwrap(type(module).forward)
@@ -152,8 +188,7 @@ def redirect_module(module: nn.Module, layer: int) -> list[StateSpec]:
     channels, _, width = convolutions[0].weight.shape
     specs = [StateSpec(layer, "conv", (width - 1, channels))]
     ours: dict[str, Callable[..., Any]] = {_CONVOLUTION: partial(_conv, layer)}
-    for name in _SEQUENCE.keys() & names:
-        function, shape = _SEQUENCE[name]
+    for name, (function, shape) in _sequences(module).items():
         ours[name] = partial(function, layer)
         specs.append(StateSpec(layer, "recurrent", shape(module)))
     copy = FunctionType(

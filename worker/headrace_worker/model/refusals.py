@@ -15,7 +15,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from headrace_proto.errors import ModelUnsupportedError
-from headrace_proto.role import Role
 from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.model.config_sizes import config_value, layer_sizes, optional_size
 from headrace_worker.model.gguf_config import GGUF_FAMILIES
@@ -250,11 +249,6 @@ def check_recurrent(config: Any, replica: ReplicaConfig, device_type: str = "cpu
         raise ModelUnsupportedError(
             f"{config.model_type} keeps recurrent state, which does not go to host memory yet: leave "
             "--kv-offload-memory out."
-        )
-    if replica.role is not Role.BOTH:
-        raise ModelUnsupportedError(
-            f"{config.model_type} keeps recurrent state, which is not transferred yet: its replicas compute every "
-            "prompt themselves, so leave pools for prefill and decode out."
         )
 
 

@@ -44,7 +44,6 @@ def start_facts(
         kv_bytes=size.num_bytes,
         block_size=model.layout.block_size,
         weight_bytes=model.weight_bytes,
-        keeps_states=size.state_slots > 1,
         defaults=model.facts.defaults,
         warnings=[*model.warnings, *size.warnings],
         notes=[*describe(), *model.notes, *team_notes, size.note, *notes],

@@ -75,6 +75,9 @@ class KVManager:
         self.states = StateSlots(state_slots, rows, layout.block_size) if state_slots > 1 else None
         self.block_size = layout.block_size
         self.windows = tuple(group.window for group in layout.groups)
+        # In blocks of all groups: what a transfer of a state takes beside that of blocks.
+        block_bytes = layout.block_bytes * len(layout.groups)
+        self.state_blocks = layout.slot_bytes / block_bytes if block_bytes and self.states is not None else 0.0
         self._hasher = hasher
         self._scope = scope
         self._groups = len(layout.groups)
@@ -206,6 +209,12 @@ class KVManager:
         """Publishes held blocks that contain the chain's blocks from `first` on, of one group."""
         for index, block in enumerate(blocks, first):
             self.pool.publish(block, Content(group, chain.digests[group][index], chain.packed[index]))
+
+    def publish_state(self, chain: PrefixChain, blocks: int, slot: int, prompt_len: int) -> None:
+        """Publishes a held slot with the state after so many of the chain's blocks."""
+        assert self.states is not None
+        content = Content(self._groups, chain.digests[-1][blocks - 1], chain.packed[blocks - 1])
+        self.states.publish_read(slot, content, prompt_len)
 
     def forget(self, table: BlockTable, chain: PrefixChain) -> None:
         """Removes the contents of a request's blocks and states from the index: no other request starts from them."""

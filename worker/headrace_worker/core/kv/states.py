@@ -122,16 +122,40 @@ class StateSlots:
                 self.pool.evict_next(digest)
             state.origin = None
 
+    def reserve(self) -> int | None:
+        """A slot for a state of another replica; None unless enough are left for every row."""
+        return self.pool.allocate(1)[0] if self.pool.available > self._reserve else None
+
+    def hold(self, slot: int) -> bool:
+        """Adds a reference for another replica that reads a slot in use or a snapshot; False if too few are left."""
+        if self.pool.available <= self._reserve:
+            return False
+        self.pool.acquire(slot)
+        return True
+
+    def state_after(self, state: RequestState, blocks: int) -> int:
+        """The slot with the state after so many blocks of a running request; 0 = there is none."""
+        at_end = state.position == blocks * self._block_size
+        return state.kept.get(blocks, state.slot if at_end else 0)
+
+    def publish_read(self, slot: int, content: Content, prompt_len: int) -> None:
+        """Publishes a state that was read from another replica, into a slot that `reserve` returned."""
+        if self.pool.publish(slot, content):
+            self._lineages[slot] = Lineage(prompt_len, [content.digest])
+
     def release(self, state: RequestState) -> None:
         """Work that is launched may still write the slots: later work of others, which follows it, reads other ones."""
         self.pool.release([*state.kept.values(), *([state.slot] if state.slot else [])])
         state.slot, state.frozen = 0, False
         state.kept.clear()
 
-    def check(self, running: Sequence[RequestState]) -> None:
-        """Raises RuntimeError unless the slots in use are those of the running requests, and all can go on."""
+    def check(self, running: Sequence[RequestState], others: Sequence[int] = ()) -> None:
+        """Raises RuntimeError unless the slots in use are those of the running requests, and all can go on.
+
+        others: slots that transfers hold.
+        """
         self.pool.check()
-        held = set().union(*(state.held() for state in running))
+        held = set(others).union(*(state.held() for state in running))
         if len(held) != self.pool.used or self._read:
             raise RuntimeError(f"requests hold {len(held)} slots, the pool counts {self.pool.used} used")
         own = [state.slot for state in running if state.slot and not state.frozen]

@@ -84,8 +84,6 @@ class TransferExchange:
 
     def begin(self, request: Request, seconds_per_token: float) -> bool:
         """Starts a fetch if the request has a source, or a load. False: the caller must queue the request."""
-        if self._scheduler.kv.states is not None:  # no state is moved
-            return False
         queued = self._scheduler.missing_tokens
         fetches = bool(request.source) and self.moves_blocks
         if fetches and self.fetcher.begin(request, request.source, seconds_per_token, queued):
@@ -130,3 +128,7 @@ class TransferExchange:
     def held(self) -> list[int]:
         """Blocks held besides those of the scheduler's requests."""
         return self.fetcher.held() + self.granter.held() + self.offload.held()
+
+    def held_slots(self) -> list[int]:
+        """Slots of recurrent state held besides those of the scheduler's requests."""
+        return self.fetcher.held_slots() + self.granter.held_slots()

@@ -40,7 +40,7 @@ from headrace_worker.core.transfer.orders import (
     Read,
     TransferReport,
 )
-from headrace_worker.core.transfer.shards import wanted_blocks
+from headrace_worker.core.transfer.shards import Span, wanted_blocks
 from headrace_worker.core.transfer.source_peers import SourcePeers
 
 
@@ -69,7 +69,7 @@ class Fetcher:
         self._fetches: dict[int, Fetch] = {}
         self.peers = SourcePeers(self.limits)
         self._ready: list[Request] = []
-        self._quarantined: dict[int, tuple[list[int], set[int]]] = {}  # by fetch: blocks, ranks that may write them
+        self._quarantined: dict[int, tuple[list[int], list[int], set[int]]] = {}  # by fetch: blocks, slots, ranks
         self._number = 0
 
     def __len__(self) -> int:
@@ -87,13 +87,15 @@ class Fetcher:
         """
         kv, limits, now = self._kv, self.limits, self._clock()
         blocks = (len(request.tokens) - 1) // kv.block_size  # the last token is always computed here
+        if kv.states is not None and not request.cached_only:
+            blocks -= 1  # a state where the next turn finds it, as if the prompt was computed here
         kv.extend_chain(request.chain, request.tokens, blocks)
         hit = kv.lookup(request.chain, len(request.tokens) - 1)
         have = hit.tokens // kv.block_size
         if blocks - have < limits.min_blocks:
             return False
         local_seconds = (queued + (blocks - have) * kv.block_size) * seconds_per_token
-        transfer_seconds = (blocks - have) * self.peers.block_seconds(peer, now)
+        transfer_seconds = (blocks - have + kv.state_blocks) * self.peers.block_seconds(peer, now)
         margin = 0.0 if request.cached_only else limits.margin
         if transfer_seconds >= local_seconds + margin > margin:
             return False  # a router that had no measurement yet chose the source
@@ -105,7 +107,7 @@ class Fetcher:
         if not self.peers.use(peer, now, seconds_per_token * self._step_tokens):
             return False
         self._number += 1
-        wanted = wanted_blocks(kv.windows, kv.block_size, have, blocks)
+        wanted = self._wanted(have, blocks)
         self._fetches[self._number] = Fetch(
             self._number,
             peer,
@@ -198,11 +200,13 @@ class Fetcher:
     def handle_report(self, report: TransferReport) -> None:
         """Handles a report of a transfer worker of this replica."""
         if isinstance(report, FetchOver):
-            blocks, ranks = self._quarantined[report.fetch]
+            blocks, slots, ranks = self._quarantined[report.fetch]
             ranks.discard(report.rank)
             if not ranks:
                 del self._quarantined[report.fetch]
                 self._kv.pool.end_quarantine(blocks)
+                if self._kv.states is not None:
+                    self._kv.states.pool.end_quarantine(slots)
             return
         now = self._clock()
         self.counters.num_bytes += report.num_bytes
@@ -215,7 +219,8 @@ class Fetcher:
             return
         chunk = fetch.chunks[report.chunk]
         chunk.missing.discard(report.rank)
-        read = report.seconds, chunk.stop - chunk.first, report.num_bytes
+        state = self._kv.state_blocks if chunk.stop == fetch.blocks else 0.0
+        read = report.seconds, chunk.stop - chunk.first + state, report.num_bytes
         self.peers.read(fetch.peer, report.rank, read, now)
         self._finish_if_complete(fetch)
 
@@ -235,11 +240,17 @@ class Fetcher:
 
     def held(self) -> list[int]:
         """All blocks held by fetches."""
+        groups = len(self._kv.windows)
         return [
             block
             for fetch in self._fetches.values()
-            for block in [*fetch.held.held(), *(block for row in fetch.reserved or [] for block in row)]
+            for block in [*fetch.held.held(), *(block for row in (fetch.reserved or [])[:groups] for block in row)]
         ]
+
+    def held_slots(self) -> list[int]:
+        """All slots of recurrent state held by fetches."""
+        groups = len(self._kv.windows)
+        return [slot for fetch in self._fetches.values() for row in (fetch.reserved or [])[groups:] for slot in row]
 
     # -- internal ---------------------------------------------------------------------------------------------
 
@@ -248,13 +259,21 @@ class Fetcher:
             return
         if blocks < fetch.blocks:
             fetch.blocks = blocks
-            fetch.wanted = wanted_blocks(self._kv.windows, self._kv.block_size, fetch.local_blocks, blocks)
-        counts = [stop - start for start, stop in fetch.wanted]
-        spare = int(self._kv.pool.total * self.limits.watermark)
-        if sum(counts) + spare > self._kv.pool.available:
+            fetch.wanted = self._wanted(fetch.local_blocks, blocks)
+        pool, states = self._kv.pool, self._kv.states
+        counts = [stop - start for start, stop in fetch.wanted[: len(self._kv.windows)]]
+        spare = int(pool.total * self.limits.watermark)
+        slot = states.reserve() if states is not None else None
+        if sum(counts) + spare > pool.available or (slot is None) == (states is not None):
+            if states is not None and slot is not None:
+                states.pool.release([slot])
             self._fail(fetch, notify=True)
             return
-        fetch.reserved = [self._kv.pool.allocate(count) for count in counts]
+        fetch.reserved = [pool.allocate(count) for count in counts] + ([[slot]] if slot is not None else [])
+
+    def _wanted(self, have: int, blocks: int) -> list[Span]:
+        kv = self._kv
+        return wanted_blocks(kv.windows, kv.block_size, have, blocks, states=kv.states is not None)
 
     def _finish_if_complete(self, fetch: Fetch) -> None:
         if fetch.usable < fetch.blocks:
@@ -286,23 +305,35 @@ class Fetcher:
         # What was read may have been released before, if the source has not answered for long.
         silent = self.peers.is_silent(fetch.peer, fetch.started, self._clock())
         usable = fetch.local_blocks if silent else fetch.usable
+        kv, states = self._kv, self._kv.states
         unsafe: list[int] = []
-        size = self._kv.block_size
+        slots: list[int] = []
+        size = kv.block_size
         fetch.request.fetched = Fetched(fetch.local_blocks * size, usable * size, fetch.cached_in(usable) * size)
         for group, row in enumerate(fetch.reserved or []):
             start = fetch.wanted[group][0]
             kept = max(0, min(len(row), usable - start))
-            self._kv.publish_blocks(fetch.request.chain, group, start, row[:kept])
-            self._kv.pool.release(row[:kept])
-            unsafe += row[kept:]
-        self._kv.release(fetch.held)
+            if group < len(kv.windows):
+                kv.publish_blocks(fetch.request.chain, group, start, row[:kept])
+                kv.pool.release(row[:kept])
+                unsafe += row[kept:]
+                continue
+            if kept and states is not None:
+                kv.publish_state(fetch.request.chain, fetch.blocks, row[0], fetch.request.prompt_len)
+                states.pool.release(row)
+            slots += row[kept:]
+        kv.release(fetch.held)
         number = self.peers.number(fetch.peer)
-        if unsafe and fetch.chunks and number is not None:
-            self._kv.pool.quarantine(unsafe)
-            self._quarantined[fetch.number] = unsafe, set(range(self._ranks))
+        if (unsafe or slots) and fetch.chunks and number is not None:
+            kv.pool.quarantine(unsafe)
+            if states is not None:
+                states.pool.quarantine(slots)
+            self._quarantined[fetch.number] = unsafe, slots, set(range(self._ranks))
             self.orders.append(End(number, fetch.number))
         else:  # no rank has an order to write them
-            self._kv.pool.release(unsafe)
+            kv.pool.release(unsafe)
+            if states is not None:
+                states.pool.release(slots)
 
     def _reject_peer(self, peer: str) -> None:
         """The source violated the protocol: disconnect it and end its fetches."""

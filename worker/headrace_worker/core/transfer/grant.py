@@ -36,5 +36,6 @@ class Grant:
     table: BlockTable | None = None  # of the request, from which chunks were offered
     chunks: int = 0
     held: list[int] = field(default_factory=list)  # the blocks that were offered, referenced for the target
+    slots: list[int] = field(default_factory=list)  # with its recurrent state, once it was offered
     uncommitted: list[tuple[int, int]] = field(default_factory=list)  # (step, chunk)
     failed: bool = False

@@ -127,7 +127,10 @@ class Granter:
             elif request.table is not None:
                 grant.table = request.table
                 ready = min(request.computed // self._kv.block_size, grant.blocks)
-                self._offer(grant, request.table.tables, ready, step)
+                slot = 0
+                if self._kv.states is not None and ready == grant.blocks:
+                    slot = self._kv.states.state_after(request.table.state, ready)
+                self._offer(grant, request.table.tables, slot, ready, step)
 
     def processed(self, step: int) -> None:
         """A step's work is done: commits its chunks."""
@@ -144,6 +147,10 @@ class Granter:
         """Blocks referenced by grants."""
         return [block for grant in self._grants.values() for block in grant.held]
 
+    def held_slots(self) -> list[int]:
+        """Slots of recurrent state referenced by grants."""
+        return [slot for grant in self._grants.values() for slot in grant.slots]
+
     # -- internal ---------------------------------------------------------------------------------------------
 
     def _handle_request(self, peer: str, message: FetchRequest) -> None:
@@ -158,7 +165,7 @@ class Granter:
         hit = kv.lookup(chain, len(message.token_ids))
         if message.cached_only and hit.tokens // kv.block_size > message.held:
             blocks = hit.tokens // kv.block_size
-        wanted = wanted_blocks(kv.windows, kv.block_size, message.held, blocks)
+        wanted = wanted_blocks(kv.windows, kv.block_size, message.held, blocks, states=kv.states is not None)
         grant = Grant(peer, message.fetch, message.tenant_salt, blocks, wanted, None, message.held)
         complete = hit.tokens == blocks * kv.block_size
         if complete and not message.cached_only:  # else the blocks belong to a stream that was migrated
@@ -188,7 +195,7 @@ class Granter:
         self._grants[peer, message.fetch] = grant
         self.messages.append((peer, Granted(message.fetch, blocks, self._tell_step(self._peers[peer]))))
         if complete:
-            self._offer(grant, hit.tables, blocks, 0)
+            self._offer(grant, hit.tables, hit.snapshot, blocks, 0)
 
     def _tell_step(self, known: _Peer) -> float:
         """What a target is told: the seconds that a step may take."""
@@ -225,16 +232,22 @@ class Granter:
             return "the source's queue is too long"
         return ""
 
-    def _offer(self, grant: Grant, tables: Sequence[Sequence[int]], ready: int, step: int) -> None:
-        """Offers the blocks up to `ready` that were not offered yet, of a request's tables."""
-        first, pool = grant.offered, self._kv.pool
-        spans = [(max(start, first), min(stop, ready)) for start, stop in grant.wanted]
+    def _offer(self, grant: Grant, tables: Sequence[Sequence[int]], slot: int, ready: int, step: int) -> None:
+        """Offers blocks up to `ready` that were not offered yet, of a request's tables. slot: of the state there."""
+        first, pool, states = grant.offered, self._kv.pool, self._kv.states
+        spans = [(max(start, first), min(stop, ready)) for start, stop in grant.wanted[: len(tables)]]
         blocks = tuple(
             tuple(table[start:stop]) if stop > start else () for table, (start, stop) in zip(tables, spans, strict=True)
         )
         if ready <= first or not any(blocks):
             return  # what no query of the target attends to is offered with the next ones
-        for row in blocks:
+        if states is not None:
+            if ready == grant.blocks and not (slot and states.hold(slot)):
+                self._fail(grant, "the source has too few slots for recurrent states")
+                return
+            grant.slots += [slot] if ready == grant.blocks else []
+            blocks += (tuple(grant.slots),)
+        for row in blocks[: len(tables)]:
             for block in row:
                 pool.acquire(block)
             grant.held += row
@@ -267,6 +280,8 @@ class Granter:
         del self._grants[grant.peer, grant.fetch]
         self._stop(grant)
         self._kv.pool.release(grant.held)
+        if self._kv.states is not None:
+            self._kv.states.pool.release(grant.slots)
         if grant.chunks:
             self.orders.append(End(self._peers[grant.peer].number, grant.fetch))
         self._forget_lost(grant.peer)

@@ -34,8 +34,14 @@ class RankShard(Struct, frozen=True):
         return tuple(group.layers for group in self.groups)
 
 
+STATE_WINDOW = 2  # of a group of recurrent states: the last block counts
+
+
 class KvGroup(Struct, frozen=True):
-    """A cache group: equal layers, each with the same tensors [blocks, units, bytes]."""
+    """A cache group: equal layers, each with the same tensors [blocks, units, bytes].
+
+    Recurrent states are further groups, all with the same numbers in place of blocks: those of their slots.
+    """
 
     window: int  # 0 = all
     unit_bytes: tuple[int, ...]  # of each tensor of a layer: of one unit of a block
@@ -112,9 +118,14 @@ def _stages(shards: KvShards) -> list[list[int]]:
 
 
 def _holds_all_once(shards: KvShards) -> bool:
-    """Whether every layer is in one stage, and every stage has all units of its layers."""
+    """Whether every layer of a group is in one stage, and every stage has all units of its layers."""
     stages = _stages(shards)
-    layers = [layer for holders in stages for group in shards.ranks[holders[0]].layers for layer in group]
+    layers = [
+        (number, layer)  # a layer's states may be in several groups
+        for holders in stages
+        for number, group in enumerate(shards.ranks[holders[0]].layers)
+        for layer in group
+    ]
     return len(set(layers)) == len(layers) and all(
         _is_whole(shards, group, holders) for holders in stages for group in range(len(shards.groups))
     )
@@ -140,13 +151,15 @@ def _cover(shards: KvShards, group: int, holders: list[int], wanted: Span, turn:
     return pieces
 
 
-def wanted_blocks(windows: Sequence[int], block_size: int, have: int, blocks: int) -> list[Span]:
+def wanted_blocks(
+    windows: Sequence[int], block_size: int, have: int, blocks: int, *, states: bool = False
+) -> list[Span]:
     """Per cache group, the span of the first `blocks` blocks that a replica with the first `have` of them needs.
 
-    In a group with a window only those that a query right after them attends to.
+    In a group with a window only those that a query right after them attends to; of states, the last one.
     """
     spans = []
     for window in windows:
         passed = max(0, blocks * block_size - window + 1) // block_size if window else 0
         spans.append((min(max(have, passed), blocks), blocks))
-    return spans
+    return [*spans, (blocks - 1, blocks)] if states else spans

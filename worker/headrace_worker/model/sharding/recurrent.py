@@ -54,14 +54,17 @@ def section_spans(sections: tuple[Section, ...], rank: int, ranks: int) -> tuple
     """
     spans, offset = [], 0
     for units, size in sections:
-        if units < ranks and ranks % units == 0:
-            unit = rank * units // ranks
-            span = unit, unit + 1
-        else:
-            span = even(units, rank, ranks, "groups of heads")
-        spans.append(scaled(span, size, offset))
+        spans.append(scaled(unit_span(units, rank, ranks), size, offset))
         offset += units * size
     return tuple(spans)
+
+
+def unit_span(units: int, rank: int, ranks: int) -> Span:
+    """The rank's share of a section's units."""
+    if units < ranks and ranks % units == 0:
+        unit = rank * units // ranks
+        return unit, unit + 1
+    return even(units, rank, ranks, "groups of heads")
 
 
 def _gated_delta_net(layer: Any) -> RecurrentRule:
