@@ -29,6 +29,12 @@ def test_for_an_h200(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     facts = json.loads(done.stdout.splitlines()[-1])
     assert {fact["kernel"] for fact in facts} == KERNELS
+    # A kernel that is launched while another one runs waits for that one before it reads anything.
+    early = [fact for fact in facts if fact["waits"] or fact["launches"]]
+    assert {(fact["kernel"], fact["waits"], fact["launches"]) for fact in early} == {
+        ("attend", True, False), ("rope_write_kv", False, True)
+    }  # fmt: skip
+    assert all(fact["waits_first"] for fact in early if fact["waits"])
     for fact in facts:
         assert fact["cubin"] and fact["shared"] <= SHARED_MEMORY, fact
         if fact["kernel"] in ("attend", "attend_ordered"):

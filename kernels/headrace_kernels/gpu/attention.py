@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headrace_kernels.arguments import check_attention
-from headrace_kernels.gpu.availability import interpreted
+from headrace_kernels.gpu.availability import interpreted, launches_early
 from headrace_kernels.gpu.kernels import attend, ordered, plan
 from headrace_kernels.gpu.tensors import FLOATS, halves, power_of_2, quantization, rows
 from headrace_kernels.meta import AttentionMeta
@@ -196,7 +196,7 @@ class _Launch:
             TILE_TOKENS=tiles.tokens, BLOCK_M=tiles.rows, BLOCK_N=tiles.keys, ZERO_TAIL=zero_tail,
             HAS_WINDOW=self.window > 0, HAS_SOFTCAP=self.softcap > 0, HAS_SINKS=self.sinks is not None,
             QUANT=quantization(pool), COMPUTE=self.compute, PRECISION="ieee", num_warps=tiles.warps,
-            MOST=_MOST_PIECES, num_stages=tiles.stages,
+            MOST=_MOST_PIECES, EARLY=launches_early(), num_stages=tiles.stages, launch_pdl=launches_early(),
         )  # fmt: skip
 
     def _splits(self, tiles: Tiles) -> int:

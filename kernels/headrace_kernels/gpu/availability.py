@@ -7,6 +7,7 @@ import os
 import torch
 
 SWITCH = "HEADRACE_TRITON"
+EARLY_SWITCH = "HEADRACE_EARLY_LAUNCH"
 INTERPRET = "TRITON_INTERPRET"
 
 
@@ -14,6 +15,16 @@ INTERPRET = "TRITON_INTERPRET"
 def interpreted() -> bool:
     """Whether kernels run in Triton's interpreter, on the CPU; fixed at the first call."""
     return os.environ.get(INTERPRET, "0") not in ("", "0")
+
+
+@functools.cache
+def launches_early() -> bool:
+    """Whether attention is launched while the kernel before it runs, and waits for it on the device (programmatic
+    dependent launch, from compute capability 9.0 on). Off unless the switch is on; fixed at the first call.
+    """
+    if os.environ.get(EARLY_SWITCH, "off").lower() != "on" or interpreted():
+        return False
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (9, 0)
 
 
 @functools.cache

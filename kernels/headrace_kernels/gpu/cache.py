@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from headrace_kernels.arguments import check_norm, check_rope, check_write
+from headrace_kernels.gpu.availability import launches_early
 from headrace_kernels.gpu.kernels import cache as kernels
 from headrace_kernels.gpu.tensors import FLOATS, halves, power_of_2, quantization, rows
 from headrace_kernels.meta import HeadNorms
@@ -70,7 +71,7 @@ def rope_write_kv(
         0.0 if norms is None else norms.eps,
         heads, power_of_2(heads), kv_heads, power_of_2(kv_heads), head_dim, power_of_2(head_dim),
         half, power_of_2(half), power_of_2(head_dim - 2 * half), pool.shape[3], quantization(pool),
-        norms is not None,
+        norms is not None, launches_early(),
         num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return out

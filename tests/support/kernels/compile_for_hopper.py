@@ -5,6 +5,7 @@ would be launched. A separate process: test_compiles.py starts it.
 """
 
 import json
+import os
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from triton.runtime.jit import JITFunction
 
 from headrace_kernels import AttentionMeta, DrawOptions
 from headrace_kernels.gpu import attention, cache, draw, elementwise, softmax
+from headrace_kernels.gpu.availability import EARLY_SWITCH, launches_early
 from headrace_kernels.meta import HeadNorms
 
 TOKENS, HEADS, KV_HEADS, SIZE, HIDDEN = 64, 32, 8, 16, 4096
@@ -63,6 +65,9 @@ def _compile(kernel: Any, grid: tuple[int, ...]) -> Any:
                 "mma": "mma.sync" in ptx,
                 "cp_async": "cp.async" in ptx,
                 "fma": "fma.rn.f32" in ptx,
+                "waits": "griddepcontrol.wait" in ptx,
+                "waits_first": "ld.global" not in ptx.partition("griddepcontrol.wait")[0],
+                "launches": "griddepcontrol.launch_dependents" in ptx,
                 "per_logit": _per_logit(kernel.fn.__name__, compiled),
             }
         )
@@ -127,5 +132,9 @@ if __name__ == "__main__":
     _attend("everything", 64, 256, torch.int8, half, window=512, softcap=50.0, sinks=sinks)
     _attend("odd head", 64, 80, torch.float16, torch.float16)
     _attend("exact", 64, 128, torch.float32, torch.float32)
+    _rest(half)
+    os.environ[EARLY_SWITCH] = "on"
+    launches_early.cache_clear()
+    _attend("early", 1, 128, half, half)
     _rest(half)
     print(json.dumps(facts))

@@ -7,6 +7,7 @@ depend on which one that is.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from headrace_kernels.gpu.kernels.attention import attend_tiles, finish, key_range, load_query, zero_padding
 from headrace_kernels.gpu.kernels.plan import FIELDS
@@ -20,9 +21,14 @@ def attend(
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TILE_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ZERO_TAIL: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
-    QUANT: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, MOST: tl.constexpr,
+    QUANT: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, MOST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (pieces, KV heads). part_mixed [slots, K, BLOCK_M, D], part_peak and part_total [slots, K, BLOCK_M]."""
+    """Grid: (pieces, KV heads). part_mixed [slots, K, BLOCK_M, D], part_peak and part_total [slots, K, BLOCK_M].
+
+    EARLY: it is launched while the kernel before it runs, and reads nothing before that one is done.
+    """
+    if EARLY:
+        gdc_wait()
     kv_head = tl.program_id(1)
     heads = tl.num_programs(1)
     row = tl.arange(0, BLOCK_M)

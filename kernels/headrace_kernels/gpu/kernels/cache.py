@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from headrace_kernels.gpu.kernels.numbers import encode_e4m3, round_to_int8
 
@@ -171,9 +172,14 @@ def rope_write_kv(
     block_stride, head_stride, slot_stride, scale_block_stride, eps,
     HEADS: tl.constexpr, H_PAD: tl.constexpr, KV_HEADS: tl.constexpr, K_PAD: tl.constexpr, HEAD_DIM: tl.constexpr,
     D_PAD: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    QUANT: tl.constexpr, NORM: tl.constexpr,
+    QUANT: tl.constexpr, NORM: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (tokens, 3): queries into ``out``, keys and values into the pool. NORM: of each head before."""
+    """Grid: (tokens, 3): queries into ``out``, keys and values into the pool. NORM: of each head before.
+
+    EARLY: the next kernel may be launched as soon as this one runs.
+    """
+    if EARLY:
+        gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     cos += token * cos_token
