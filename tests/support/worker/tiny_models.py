@@ -61,6 +61,7 @@ _DEEPSEEK_EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 32,
     "first_k_dense_replace": 1,
 }
+_INDEXER: dict[str, Any] = {"index_topk": 256, "index_head_dim": 32, "index_n_heads": 4}
 _GEMMA_4: dict[str, Any] = {
     "model_type": "gemma4_text",
     "num_hidden_layers": 8,
@@ -79,6 +80,21 @@ OTHER_CACHES: dict[str, dict[str, Any]] = {
     "minicpm3": {**_LATENT, "qk_rope_head_dim": 8},
     "youtu": _LATENT,
     "axk1": {**_LATENT, **_DEEPSEEK_EXPERTS},
+    "deepseek_v32": {**_LATENT, **_DEEPSEEK_EXPERTS, **_INDEXER},
+    "glm_moe_dsa": {**_LATENT, **_DEEPSEEK_EXPERTS, **_INDEXER, "indexer_types": ["full", "shared", "full"]},
+    "axk2": {**_LATENT, **_DEEPSEEK_EXPERTS, **_INDEXER},
+    "hy_v4": {**_LATENT, **_DEEPSEEK_EXPERTS, **_INDEXER, "indexer_types": ["full", "shared", "full"]},
+    "llama4_text": {
+        "hidden_size": 64,
+        "head_dim": 16,
+        "num_hidden_layers": 4,
+        "intermediate_size_mlp": 96,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 2,
+        "attention_chunk_size": 256,
+        "floor_scale": 257,
+    },
     "gemma4_text": _GEMMA_4,  # two layers with a window in the place of one without
     "gemma4_text-shared": {**_GEMMA_4, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 3},
     "gemma4_text-equal": {**_GEMMA_4, "attention_k_eq_v": True, "num_global_key_value_heads": 1},  # their values

@@ -158,7 +158,9 @@ def attend(
     return ops.uneven_attention(query, keys, values, meta, **options)
 
 
-def attend_latents(module: Any, query: Tensor, entry: Tensor, scale: float) -> Tensor:
+def attend_latents(
+    module: Any, query: Tensor, entry: Tensor, scale: float, window: int = 0, sinks: Tensor | None = None
+) -> Tensor:
     """Store what is cached of new tokens [T, L + R], and attend with query [T, H, N + R] -> [T, H, E].
 
     Shape letters are those of latent.py.
@@ -167,7 +169,7 @@ def attend_latents(module: Any, query: Tensor, entry: Tensor, scale: float) -> T
     cache = step.layers[layer]
     meta = step.metas[cache.group]
     latents = cache.parts[0]
-    if cache.window or entry.shape[1:] != latents.shape[3:] or len(cache.parts) != 1:
+    if cache.window != window or entry.shape[1:] != latents.shape[3:] or len(cache.parts) != 1:
         raise StepContextError(
             f"Layer {layer} has latents of size {entry.shape[1]}, but its cache has the shape "
             f"{list(latents.shape)}: this model's config is not understood."
@@ -177,8 +179,8 @@ def attend_latents(module: Any, query: Tensor, entry: Tensor, scale: float) -> T
     if step.written is not None:
         step.written(layer, entry)
     mixed = ops.uneven_attention(
-        latent.absorbed(module, query), latents, latents[..., : module.kv_lora_rank], meta, scale=scale,
-        deterministic=step.deterministic,
+        latent.absorbed(module, query), latents, latents[..., : module.kv_lora_rank], meta, scale=scale, window=window,
+        sinks=sinks, deterministic=step.deterministic,
     )  # fmt: skip
     return latent.expanded(module, mixed)
 
@@ -188,7 +190,7 @@ def attention_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Any,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -200,8 +202,9 @@ def attention_forward(
 
     Raises StepContextError for arguments with which a family computes something else than this function.
     """
-    given = {name for name, value in kwargs.items() if value is not None and value is not False} - _WITHOUT_EFFECT
-    if attention_mask is not None:
+    nothing = (None, False, latent.ALL)
+    given = {name for name, value in kwargs.items() if not any(value is each for each in nothing)} - _WITHOUT_EFFECT
+    if attention_mask is not None and attention_mask is not latent.ALL:
         given.add("attention_mask")
     if given or kwargs.get("is_causal") is False:
         raise StepContextError(
@@ -209,8 +212,9 @@ def attention_forward(
             "and over all keys of its window here: this model is not supported."
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if latent.is_latent(module) and not (sliding_window or softcap or s_aux is not None):
-        return attend_latents(module, query[0].transpose(0, 1), key[0, 0], scale).unsqueeze(0), None
+    if latent.is_latent(module) and not softcap:
+        mixed = attend_latents(module, query[0].transpose(0, 1), key[0, 0], scale, sliding_window or 0, s_aux)
+        return mixed.unsqueeze(0), None
     out = attend(
         int(module.layer_idx),  # type: ignore[arg-type]
         query[0].transpose(0, 1),

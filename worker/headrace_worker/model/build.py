@@ -103,6 +103,11 @@ def build_meta(config: Any, dtype: torch.dtype, trust_remote_code: bool = False)
     _check_interface(type(model))
     if any(hasattr(part, "layer_idx") and getattr(part, "is_causal", True) is False for part in model.modules()):
         raise attends_both_ways(config.model_type)
+    if model.base_model is model and isinstance(getattr(model, "model", None), PreTrainedModel):
+        model.base_model_prefix = "model"  # of a class that names it as its whole checkpoint does (Llama 4)
+    for part in model.modules():
+        if getattr(part, "attn_temperature_tuning", False):
+            part.attn_temperature_tuning = False  # of positions that `check_limits` refuses
     model.config.use_cache = False
     return model.eval()
 

@@ -16,7 +16,7 @@ from headrace_worker.model.gguf_file import GgufFile
 from headrace_worker.model.gguf_tensors import check_tensors, packed_bytes
 from headrace_worker.model.gguf_tokenizer import check_gguf_tokenizer
 from headrace_worker.model.json_files import read_object
-from headrace_worker.model.refusals import check_config_file, check_recurrent, check_rope, text_fields
+from headrace_worker.model.refusals import check_config_file, check_limits, check_recurrent, check_rope, text_fields
 from headrace_worker.model.safetensors_files import TEXT_PARTS, count_elements, open_files
 from headrace_worker.model.source import ModelSource
 from headrace_worker.model.tokenizer_files import check_tokenizer_file, has_tokenizer
@@ -47,6 +47,7 @@ def check_length(config: ReplicaConfig, headers: Headers) -> None:
     """Raises ModelUnsupportedError for a max_model_len that the model does not support, as far as its config shows."""
     fields = SimpleNamespace(**{"model_type": ""} | headers.config)
     check_rope(fields, config.max_model_len)
+    check_limits(fields, config.max_model_len)
     check_recurrent(fields, config)
     if "max_position_embeddings" in headers.config:
         request_limit(config.max_model_len, max_positions(SimpleNamespace(**headers.config)))

@@ -24,7 +24,7 @@ from headrace_worker.model.converted import converted
 from headrace_worker.model.facts import ModelFacts, read_facts
 from headrace_worker.model.gguf import GgufWeights
 from headrace_worker.model.gguf_file import GgufFile
-from headrace_worker.model.refusals import check_recurrent, check_rope, keeps_states
+from headrace_worker.model.refusals import check_limits, check_recurrent, check_rope, keeps_states
 from headrace_worker.model.sharding.shard import Sharding, shard
 from headrace_worker.model.source import ModelSource, resolve
 from headrace_worker.model.text_part import TextNames, text_config
@@ -85,6 +85,7 @@ def load(
     hf_config = read_config(source, gguf, config.trust_remote_code)
     text = text_config(hf_config)
     check_rope(text, config.max_model_len)
+    check_limits(text, config.max_model_len)
     check_recurrent(text, config, place.type)
     report("building the model", 0.1)
     model = build_meta(text, dtype, config.trust_remote_code)

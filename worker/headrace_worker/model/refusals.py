@@ -31,7 +31,6 @@ _REASONS = {
         "rembert roformer stablelm trocr xglm xlm xlnet"
     ),
     "compress keys and values of several tokens": "deepseek_v4",
-    "attend within chunks of tokens": "llama4_text",
     "attend more than once in a layer": "diffllama dory hrm_text longcat_flash",
     "add a mask of their own to attention": "doge",
     "route attention through experts": "jetmoe",
@@ -55,7 +54,15 @@ _RECURRENT = (
     "olmo_hybrid qwen3_5_moe_text qwen3_5_text qwen3_next"
 )
 RECURRENT = frozenset(_RECURRENT.split())
-ATTENTION_TYPES = ("full_attention", "sliding_attention", "attention", "hybrid")  # attention: in older files
+# attention: in older files. The last two are full attention up to the lengths that `check_limits` allows.
+ATTENTION_TYPES = (
+    "full_attention",
+    "sliding_attention",
+    "attention",
+    "hybrid",
+    "indexed_attention",
+    "chunked_attention",
+)
 STATE_TYPES = ("linear_attention", "mamba", "conv", "hybrid")  # mamba: linear_attention in older files
 _OTHER_TYPES = ("mlp", "moe")  # layers of their own, in families with recurrent state
 _CLASSIFIER = re.compile(r"For(Sequence|Token)Classification$|ForQuestionAnswering$|ForMultipleChoice$")
@@ -194,10 +201,6 @@ def check_config(config: Any, *, known_code: bool = True) -> None:
 
 def _check_attention(config: Any) -> None:
     """Layers of kinds, and of sizes, that the KV cache holds."""
-    if config_value(config, "index_topk"):
-        raise ModelUnsupportedError(
-            f"This {config.model_type} model selects the keys that it attends to by an indexer: it is not served yet."
-        )
     for name in ("num_hidden_layers", "num_attention_heads"):
         optional_size(config, name)
     for name in ("num_key_value_heads", "head_dim", "v_head_dim", "sliding_window"):
@@ -214,6 +217,8 @@ def check_layer_types(config: Any) -> None:
         return
     recurrent = config.model_type in RECURRENT
     known = {*ATTENTION_TYPES, *STATE_TYPES, *_OTHER_TYPES} if recurrent else {*ATTENTION_TYPES} - {"hybrid"}
+    known -= set() if config_value(config, "index_topk") else {"indexed_attention"}
+    known -= set() if config.model_type == "llama4_text" else {"chunked_attention"}
     for layer, kind in enumerate(kinds):
         if not isinstance(kind, str) or kind not in known:
             raise ModelUnsupportedError(
@@ -290,6 +295,27 @@ def check_rope(config: Any, max_model_len: int | None) -> None:
             raise ModelUnsupportedError(
                 f"This {config.model_type} model switches its rotary embedding (longrope) at {original} tokens: "
                 f"use --max-model-len {original} or less."
+            )
+
+
+def check_limits(config: Any, max_model_len: int | None) -> None:
+    """Refuses lengths beyond those up to which a model attends to all tokens alike. Raises ModelUnsupportedError."""
+    limits = {"selects the keys that it attends to by an indexer": config_value(config, "index_topk")}
+    if config.model_type == "llama4_text":
+        limits["attends within chunks of tokens"] = config_value(config, "attention_chunk_size")
+        if (
+            config_value(config, "attn_temperature_tuning")
+            and type(floor := config_value(config, "floor_scale")) is int
+        ):
+            limits["scales queries by their positions"] = floor - 1
+    known = {what: limit for what, limit in limits.items() if type(limit) is int}
+    least = min(known.values(), default=0)
+    length = max_model_len or config_value(config, "max_position_embeddings")
+    for what, limit in known.items():
+        if type(length) is not int or length > limit:
+            raise ModelUnsupportedError(
+                f"This {config.model_type} model {what}, which is not served beyond {limit} tokens: use "
+                f"--max-model-len {least} or less."
             )
 
 

@@ -98,6 +98,9 @@ class _Cutter:
                 continue
             if _is_experts(module):
                 self._cut_experts(name, module, kind)
+            elif _is_batched(module):
+                self._cut_batched(name, module)
+                continue
             elif isinstance(module, nn.Linear):
                 self._cut_linear(name, module, kind)
                 continue
@@ -220,6 +223,15 @@ class _Cutter:
                 setattr(module, attribute, share[1] - share[0])
         self._sharding.link(name, lambda inner: ShardedExperts(inner, self._tp, None))
 
+    def _cut_batched(self, name: str, module: Any) -> None:
+        """Experts as batches of matrices [E, N, 2 * I] and [E, I, N]: a part of the inner dimension of each."""
+        size = int(module.expert_dim)
+        share = even(size, self._rank, self._ranks, "inner dimensions of an expert")
+        self._cut(name, module, "gate_up_proj", Cut(2, (share, scaled(share, 1, size))))
+        self._cut(name, module, "down_proj", Cut(1, (share,)))
+        module.expert_dim = share[1] - share[0]
+        self._sharding.link(name, lambda inner: Reduced(inner, self._tp))
+
     def _localise_attention(self, name: str, module: nn.Module) -> None:
         """Set this rank's head counts in an attention module."""
         keys = "k_proj" if hasattr(module, "k_proj") else "q_proj"  # keys may be those of an earlier layer
@@ -282,6 +294,11 @@ class _Cutter:
 def _is_attention(name: str, module: nn.Module) -> bool:
     named = name.rpartition(".")[2] in ("self_attn", "attn", "attention") or hasattr(module, "k_proj")
     return named and hasattr(module, "layer_idx") and not is_recurrent(module)
+
+
+def _is_batched(module: Any) -> bool:
+    """Whether a module has the weights of all experts in two tensors, and computes them itself (Llama 4)."""
+    return isinstance(getattr(module, "gate_up_proj", None), nn.Parameter) and hasattr(module, "expert_dim")
 
 
 def _is_experts(module: Any) -> bool:

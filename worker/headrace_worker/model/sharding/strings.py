@@ -52,6 +52,10 @@ _OVERRIDES: dict[str, dict[str, str]] = {
         "layers.*.self_attn.sinks": PER_HEAD,
         "layers.*.mlp.experts": "moe_tp_experts",
     },
+    "hy_v4": {
+        "layers.*.self_attn": "replicate",
+        **{f"layers.*.self_attn.{name}": PER_HEAD for name in ("sinks", "gate_proj")},
+    },
     "mimo_v2_flash": {"layers.*.self_attn": "replicate", "layers.*.self_attn.sinks": PER_HEAD},
     "bamba": _ATTENTION | _FEED_FORWARD,
     "jamba": _ATTENTION | _FEED_FORWARD,
