@@ -24,14 +24,14 @@ SLOT = 4096  # 1,024 floats
 class Shared:
     """Anonymous memory that child processes share."""
 
-    def __init__(self, size: int, slot_bytes: int = SLOT) -> None:
-        self.size, self.slot_bytes = size, slot_bytes
-        self.mapping = mmap.mmap(-1, segment_bytes(size, slot_bytes))
+    def __init__(self, size: int, state_bytes: int = SLOT) -> None:
+        self.size, self.state_bytes = size, state_bytes
+        self.mapping = mmap.mmap(-1, segment_bytes(size, state_bytes))
         self._pinned = ctypes.c_char.from_buffer(self.mapping)
         self.address = ctypes.addressof(self._pinned)
 
     def exchange(self, rank: int, timeout_ms: int = 30_000) -> Exchange:
-        return Exchange(self.address, rank, self.size, self.slot_bytes, timeout_ms)
+        return Exchange(self.address, rank, self.size, self.state_bytes, timeout_ms)
 
 
 def in_processes(size: int, run_rank: Callable[[int], None]) -> None:

@@ -70,7 +70,7 @@ def _run(
     softcap: float,
     sinks: Tensor | None,
 ) -> Tensor | None:
-    """None for what the C++ code was not written for."""
+    """Shapes as in ``uneven_attention`` -> [T, H, E]; None for what the C++ code was not written for."""
     starts, lens, tables = meta.query_starts, meta.seq_lens, meta.block_tables
     floats, numbers = (query, keys, values), (starts, lens, tables)
     if {x.dtype for x in floats} != {torch.float32} or {x.dtype for x in numbers} != {torch.int32}:

@@ -18,7 +18,7 @@ from headrace_worker.device import dtypes
 from headrace_worker.model.build import build_meta
 from headrace_worker.model.load import LoadedModel, load
 from headrace_worker.model.surgery import SurgeryPlan
-from support.worker.tiny_models import replica_config
+from support.worker.tiny_models import replica_config, save_tiny
 
 
 @pytest.fixture
@@ -109,6 +109,17 @@ def test_unsupported_models_are_refused_by_name(fields: dict[str, Any], sentence
 def test_recurrent_models_are_refused(kind: str, fields: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ModelUnsupportedError, match=sentence):
         build_meta(AutoConfig.for_model(kind, **fields), torch.float32)
+
+
+def test_kimi_k2_is_deepseek_v3_under_another_name(tmp_path: Path) -> None:
+    """Its files name code of their own, which is not needed."""
+    folder = save_tiny("deepseek_v3", tmp_path)
+    plain = load(replica_config(folder), plan=SurgeryPlan.none()).module
+    edit_config(folder, model_type="kimi_k2", auto_map={"AutoConfig": "configuration_deepseek.DeepseekV3Config"})
+    loaded = load(replica_config(folder), plan=SurgeryPlan.none())
+    assert loaded.config.model_type == "deepseek_v3"
+    pairs = zip(plain.parameters(), loaded.module.parameters(), strict=True)
+    assert all(torch.equal(mine, theirs) for mine, theirs in pairs)
 
 
 def test_dummy_without_weights_or_tokenizer(tmp_path: Path, tiny: Callable[[str], Path]) -> None:

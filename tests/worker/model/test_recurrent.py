@@ -210,11 +210,11 @@ def test_rows_are_as_many_as_have_memory_for_their_states(tiny: Callable[[str], 
     subject = Subject(tiny("qwen3_next"))
     layout = subject.loaded.layout
     for snapshots, rows in ((None, 2), (0, 6), (7, 3)):
-        memory = 2 * 14 * layout.slot_bytes
+        memory = 2 * 14 * layout.state_bytes
         size = subject.engine(kv_cache_memory=memory, state_snapshots=snapshots).assembly.size
         assert memory // 2 < size.num_bytes <= memory and size.max_num_seqs == rows
         assert size.state_slots == (1 + 2 * rows + snapshots if snapshots is not None else 14)
         assert f"{size.state_slots} recurrent states of" in size.note
         assert size.warnings[0].startswith(f"{rows} requests at a time instead of 8, since each needs two recurrent")
     with pytest.raises(MemoryTooSmallError, match=r"--state-snapshots 12 and the two states .* give 7 or fewer"):
-        subject.engine(kv_cache_memory=2 * 14 * layout.slot_bytes, state_snapshots=12)
+        subject.engine(kv_cache_memory=2 * 14 * layout.state_bytes, state_snapshots=12)

@@ -77,7 +77,7 @@ def test_ranks_agree_on_the_number_of_states(
     """A stage may have no recurrent layers, or only such: the rank with the least memory limits the requests."""
     layer_types = [f"{kind}_attention" for kind in kinds]
     folder = save_tiny("qwen3_5_text", layer_types=layer_types, num_hidden_layers=len(kinds))
-    slot = max(rank.layout.slot_bytes for (rank,) in load_ranks(folder, 1, 2))
+    slot = max(rank.layout.state_bytes for (rank,) in load_ranks(folder, 1, 2))
     with process_replica(folder, 1, 2, kv_cache_memory=2 * 19 * slot) as replica:
         mixed = prompts(6)
         check_oracle(folder, mixed, replica.run(mixed, 6))

@@ -57,7 +57,7 @@ def test_each_rank_holds_and_reads_its_share(
         assert held(rank.module) == rank.weight_bytes
         assert rank.read_bytes == rank.weight_bytes
         assert rank.layout.block_bytes * tp * pp == whole.layout.block_bytes
-        assert rank.layout.slot_bytes * tp * pp == whole.layout.slot_bytes
+        assert rank.layout.state_bytes * tp * pp == whole.layout.state_bytes
     replicated = sum(rank.weight_bytes for rank in ranks) - whole.weight_bytes
     assert 0 <= replicated < 0.06 * whole.weight_bytes
 

@@ -131,9 +131,9 @@ def _with_memory(
     strides = tuple(tuple(part.stride(0) * part.itemsize for part in group[0]) if group else () for group in tensors)
     of_states = state_memory(parts, shard.groups[blocks:], states)
     addresses, strides = addresses + of_states[0], strides + of_states[1]
-    tensors_of = [part for cache in caches.values() for part in cache.parts] + list(states.values())
-    device = tensors_of[0].device
-    index = -1 if device.type == "cpu" else device.index
+    held = [part for cache in caches.values() for part in cache.parts] + list(states.values())
+    on_gpu = [tensor.device.index for tensor in held if tensor.device.type != "cpu"]
+    index = on_gpu[0] if on_gpu else -1  # a stage may keep nothing
     return msgspec.structs.replace(shard, agent=agent.metadata, addresses=addresses, strides=strides, device=index)
 
 

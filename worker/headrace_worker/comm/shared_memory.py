@@ -38,7 +38,7 @@ class Segment:
 
 
 @contextlib.contextmanager
-def create_segment(size: int, slot_bytes: int = SLOT_BYTES) -> Iterator[tuple[str, Segment]]:
+def create_segment(size: int, state_bytes: int = SLOT_BYTES) -> Iterator[tuple[str, Segment]]:
     """A segment for `size` ranks, and the ticket with which the others attach until the context ends.
 
     Raises OSError when there is no shared memory.
@@ -48,7 +48,7 @@ def create_segment(size: int, slot_bytes: int = SLOT_BYTES) -> Iterator[tuple[st
     descriptor = os.memfd_create("headrace")
     try:
         # Reserved now: a page that cannot be allocated later would be a SIGBUS.
-        os.posix_fallocate(descriptor, 0, segment_bytes(size, slot_bytes))
+        os.posix_fallocate(descriptor, 0, segment_bytes(size, state_bytes))
         key = secrets.token_bytes(LINE_BYTES)
         os.pwrite(descriptor, key, 0)
         yield f"{_pid_scope()} {os.getpid()} {descriptor} {key.hex()}", Segment(descriptor)

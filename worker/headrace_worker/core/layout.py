@@ -94,7 +94,7 @@ class CacheLayout(Struct, frozen=True):
         return max(keys for keys, _ in sizes), max(values for _, values in sizes)
 
     @property
-    def slot_bytes(self) -> int:
+    def state_bytes(self) -> int:
         """Bytes of the recurrent state of one sequence."""
         return sum(state.size(self.element_bytes) for state in self.states)
 

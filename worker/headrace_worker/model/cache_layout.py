@@ -40,7 +40,7 @@ def cache_layout(
     for kind, number in groups_of.items():
         window, shape = kind
         members = [layer for layer in range(first, stop) if kinds[layer] == kind]
-        most = _parts(len(members), number)
+        most = _quotient(len(members), number)
         start, end = shape.span(parallel)
         for index in range(number):
             groups.append(
@@ -75,12 +75,12 @@ def _groups(counts: Mapping[Kind, tuple[int, list[int]]]) -> dict[Kind, int]:
     the one whose fullest stage takes the least memory, then the one with the fewest groups. On one stage nothing is
     wasted if all shapes are equal: groups of the largest size that divides all numbers.
     """
-    slots = {kind: [_parts(number, share) for number in numbers] for kind, (share, numbers) in counts.items()}
+    slots = {kind: [_quotient(number, share) for number in numbers] for kind, (share, numbers) in counts.items()}
     choices = []
     for size in range(1, max(map(max, slots.values())) + 1):
-        groups = {kind: max(_parts(number, size) for number in numbers) for kind, numbers in slots.items()}
+        groups = {kind: max(_quotient(number, size) for number in numbers) for kind, numbers in slots.items()}
         most = max(
-            _parts(_parts(number, groups[kind]), share)
+            _quotient(_quotient(number, groups[kind]), share)
             for kind, (share, numbers) in counts.items()
             for number in numbers
         )
@@ -89,8 +89,8 @@ def _groups(counts: Mapping[Kind, tuple[int, list[int]]]) -> dict[Kind, int]:
     return min(choices, key=lambda choice: choice[:2])[2]
 
 
-def _parts(number: int, size: int) -> int:
-    """Of at most `size` things, that `number` of them need."""
+def _quotient(number: int, size: int) -> int:
+    """Rounded up: how many parts of `size` hold `number` things."""
     return -(-number // size)
 
 
@@ -104,7 +104,7 @@ def layer_kinds(config: Any) -> list[Kind | None]:
 
 
 def kv_sources(config: Any) -> dict[int, int]:
-    """Layers that attend to the keys and values of an earlier one: the last one of their kind that has own ones."""
+    """Layers that attend to the keys and values of an earlier layer, and which: the last one of the same kind."""
     shared, kinds = getattr(config, "num_kv_shared_layers", None), getattr(config, "layer_types", None)
     if not shared or not isinstance(kinds, list | tuple):
         return {}

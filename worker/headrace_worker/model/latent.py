@@ -1,8 +1,8 @@
 """Multi-head latent attention: the cache has one latent and one rotary key per token, which all heads share.
 
-Keys and values are products of the latent. Those of queries and keys are made with the query instead, and those of
-values with the result ("absorbed"), so that latents are read as they are. A module's own forward runs; `redirect`
-replaces the method that would make keys and values.
+Keys and values are products of the latent. The matrix that makes keys is applied to the query instead, and the matrix
+that makes values to the result of attention ("absorbed"), so that latents are read as they are. A module's own forward
+runs; `redirect` replaces the method that would make keys and values.
 
 Shape letters: T tokens, H heads of this rank, L size of a latent, R of a rotary key, N and E of the parts of a head's
 key and value that are made of a latent.
@@ -78,7 +78,7 @@ def absorbed(module: Any, query: Tensor) -> Tensor:
 
 
 def expanded(module: Any, mixed: Tensor) -> Tensor:
-    """A sum of latents for each head [T, H, L] -> of values [T, H, E]."""
+    """mixed: each head's weighted sum of latents [T, H, L] -> its weighted sum of values [T, H, E]."""
     return torch.einsum("thl,hel->the", mixed, _weight(module)[:, module.qk_nope_head_dim :])
 
 

@@ -126,6 +126,11 @@ def load(
         facts = facts_job.result()
         facts = replace(facts, defaults=facts.defaults | config.defaults)
     warnings = find_slow_backends() if place.type == "cpu" else []
+    if place.type != "cpu" and any(group.value_dim is not None or group.head_dim > 256 for group in layout.groups):
+        warnings.append(
+            "Attention of this model (to latents, keys larger than values, or heads above 256) is computed by torch on "
+            "GPUs so far, and its steps are not recorded: it is slow."
+        )
     if bf16 and not library.has_bfloat16_products():
         warnings.append("This CPU has no products of bfloat16 (AVX512_BF16): --cpu-arithmetic exact is faster here.")
     if isinstance(weights, GgufWeights) and place.type == "cpu":

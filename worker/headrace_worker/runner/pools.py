@@ -76,7 +76,7 @@ def make_states(
         }
     except (RuntimeError, OSError) as error:
         raise MemoryTooSmallError(
-            f"{slots} recurrent states of {layout.slot_bytes / 2**20:.1f} MiB cannot be allocated: give a smaller "
+            f"{slots} recurrent states of {layout.state_bytes / 2**20:.1f} MiB cannot be allocated: give a smaller "
             "--max-num-seqs."
         ) from error
 

@@ -77,7 +77,7 @@ class KVManager:
         self.windows = tuple(group.window for group in layout.groups)
         # In blocks of all groups: what a transfer of a state takes beside that of blocks.
         block_bytes = layout.block_bytes * len(layout.groups)
-        self.state_blocks = layout.slot_bytes / block_bytes if block_bytes and self.states is not None else 0.0
+        self.state_blocks = layout.state_bytes / block_bytes if block_bytes and self.states is not None else 0.0
         self._hasher = hasher
         self._scope = scope
         self._groups = len(layout.groups)

@@ -35,7 +35,7 @@ class KvSize:
         )
         if size == self:
             return self
-        cache, states = size.num_blocks * layout.block_bytes, size.state_slots * layout.slot_bytes
+        cache, states = size.num_blocks * layout.block_bytes, size.state_slots * layout.state_bytes
         beside = f" and {size.state_slots} recurrent states" if state_slots > 1 else ""
         note = (
             f"KV cache: {size_text(cache)} for {_tokens(size.num_blocks, layout):,} tokens{beside}, as much as fits on "
@@ -67,9 +67,9 @@ def size_kv(
     available = max(0, free - reserved)
     per_request = len(layout.groups) * -(-max_model_len // layout.block_size)
     one, all_blocks = (per_request + 1) * layout.block_bytes, (per_request * max_num_seqs + 1) * layout.block_bytes
-    smallest = one + (1 + SLOTS_PER_ROW) * layout.slot_bytes
+    smallest = one + (1 + SLOTS_PER_ROW) * layout.state_bytes
     snapshots = max_num_seqs * _MOST_SNAPSHOTS if state_snapshots is None else state_snapshots
-    most = all_blocks + (1 + SLOTS_PER_ROW * max_num_seqs + snapshots) * layout.slot_bytes
+    most = all_blocks + (1 + SLOTS_PER_ROW * max_num_seqs + snapshots) * layout.state_bytes
     if kv_cache_memory is not None:
         if kv_cache_memory > available:
             raise MemoryTooSmallError(
@@ -97,34 +97,34 @@ def size_kv(
         )
     rows, slots = max_num_seqs, 1
     if layout.states:
-        fitting = min(budget // 2, budget - one) // layout.slot_bytes
+        fitting = min(budget // 2, budget - one) // layout.state_bytes
         if state_snapshots and fitting < 1 + SLOTS_PER_ROW + state_snapshots:
             raise MemoryTooSmallError(
                 f"--state-snapshots {state_snapshots} and the two states of a request need "
-                f"{size_text((1 + SLOTS_PER_ROW + state_snapshots) * layout.slot_bytes)}, but states get half of the "
-                f"cache, {size_text(fitting * layout.slot_bytes)}: give {max(0, fitting // 2)} or fewer, or a larger "
+                f"{size_text((1 + SLOTS_PER_ROW + state_snapshots) * layout.state_bytes)}, but states get half of the "
+                f"cache, {size_text(fitting * layout.state_bytes)}: give {max(0, fitting // 2)} or fewer, or a larger "
                 "--kv-cache-memory."
             )
         rows, slots = _divide(fitting, max_num_seqs, state_snapshots)
-        budget = min(budget - slots * layout.slot_bytes, all_blocks)
+        budget = min(budget - slots * layout.state_bytes, all_blocks)
         count = counted(slots - 1 - SLOTS_PER_ROW * rows, "snapshot")
         reason += (
-            f"; beside it {slots:,} recurrent states of {size_text(layout.slot_bytes)}, {SLOTS_PER_ROW} for each of "
+            f"; beside it {slots:,} recurrent states of {size_text(layout.state_bytes)}, {SLOTS_PER_ROW} for each of "
             f"{counted(rows, 'running request')} and {count} for the prefix cache"
         )
     warnings: tuple[str, ...] = ()
     if rows < max_num_seqs:
         warnings = (
             f"{counted(rows, 'request')} at a time instead of {max_num_seqs}, since each needs two recurrent states of "
-            f"{size_text(layout.slot_bytes)} and some snapshots: a larger --kv-cache-memory or fewer --state-snapshots "
-            "leave more.",
+            f"{size_text(layout.state_bytes)} and some snapshots: a larger --kv-cache-memory or fewer "
+            "--state-snapshots leave more.",
         )
     latents = " of latents" if any(group.value_dim == 0 for group in layout.groups) else ""
     # A pipeline stage without attention holds any number: as many as all requests can fill.
     blocks = budget // layout.block_bytes if layout.block_bytes else per_request * rows + 1
     return KvSize(
         num_blocks=blocks,
-        num_bytes=blocks * layout.block_bytes + slots * layout.slot_bytes,
+        num_bytes=blocks * layout.block_bytes + slots * layout.state_bytes,
         note=f"KV cache: {size_text(blocks * layout.block_bytes)}{latents} for {_tokens(blocks, layout):,} tokens, "
         f"{reason}.{_unused(layout)}",
         max_num_seqs=rows,
