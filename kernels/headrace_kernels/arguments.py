@@ -41,6 +41,13 @@ def check_uneven(
         raise _refusal("attention", starts, lens, tables)
 
 
+def check_selection(query: Tensor, weights: Tensor, keys: Tensor, meta: AttentionMeta, count: int) -> None:
+    """query [T, H, D], weights [T, H], keys [B, 1, P, D]."""
+    check_uneven(query, keys, keys, meta, None, 0)
+    if keys.shape[1] != 1 or weights.shape != query.shape[:2] or count < 1:
+        raise _refusal("select_keys", query, weights, keys)
+
+
 def check_write(key: Tensor, value: Tensor, pool: Tensor, slots: Tensor) -> None:
     """key and value [T, K, D], pool [2, B, K, P, D], slots [T]."""
     if key.dim() == 3 and pool.dim() == 5 and value.shape == key.shape:

@@ -102,6 +102,9 @@ ROPE_WRITE_KV: Op[RopeWriteRun] = _op("cache", "rope_write_kv")
 PAGED_ATTENTION: Op[AttentionRun] = _op("attention", "paged_attention")
 WRITE_PART: Op[Callable[[Tensor, Tensor, Tensor], None]] = _op("cache", "write_part", fast=())
 UNEVEN_ATTENTION: Op[UnevenAttentionRun] = _op("attention", "uneven_attention", fast=("cpu",))
+SELECT_KEYS: Op[Callable[[Tensor, Tensor, Tensor, AttentionMeta, int], tuple[Tensor, Tensor]]] = _op(
+    "attention", "select_keys", fast=("cpu",)
+)
 RMS_NORM: Op[Callable[[Tensor, Tensor, float], Tensor]] = _op("elementwise", "rms_norm")
 ADD_RMS_NORM: Op[Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]] = _op("elementwise", "add_rms_norm")
 ROPE_ANGLES: Op[Callable[[Tensor, Tensor, float, torch.dtype], tuple[Tensor, Tensor]]] = _op(

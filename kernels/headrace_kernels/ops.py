@@ -73,6 +73,17 @@ def uneven_attention(
     )
 
 
+def select_keys(query: Tensor, weights: Tensor, keys: Tensor, meta: AttentionMeta, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` keys of each token's sequence with the highest scores, of those up to the token, in their order.
+
+    query [T, H, D], weights [T, H] float32, keys [B, 1, P, D], which may be a view. A key's score is the sum over heads
+    of weight * max(0, query . key); of equal ones the earlier is taken. Returns their places, block * P + offset
+    [T, count] int32, and how many each token has [T] int32: fewer than `count` if there are no more, and none for
+    tokens of no sequence. Raises KernelArgumentError.
+    """
+    return catalog.SELECT_KEYS.best(keys)(query, weights, keys, meta, count)
+
+
 def rope_angles(positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin [T, R] of positions [T] int64 times frequencies [R / 2] float32, the same in both halves, times
     ``factor``, in ``dtype``: what ``rope_write_kv`` rotates with.

@@ -90,6 +90,7 @@ def test_backends_agree_with_the_reference(dtype: torch.dtype) -> None:
     assert tested == {op.name for op in catalog.ALL} - {
         "write_kv",
         "write_part",
+        "select_keys",
         "ssd",
         "selective_scan",
     }  # they have own tests

@@ -71,6 +71,28 @@ def test_layers_that_share_a_slot(backend: str) -> None:
     assert memory[:, 1:, 0].isnan().all() and memory[:, 1:, 2].isnan().all()
 
 
+@pytest.mark.parametrize("backend", catalog.SELECT_KEYS.available())
+@pytest.mark.parametrize(("heads", "size", "count"), [(16, 32, 10), (3, 48, 600), (64, 16, 64), (5, 24, 7)])
+def test_the_keys_with_the_highest_scores(backend: str, heads: int, size: int, count: int) -> None:
+    """Of numbers so small that all sums are exact, and many are equal."""
+    case = _latents(MIXES["mixed"], 1, size)
+    keys = _in_slots(case.pool[0].nan_to_num().round(), 2)
+    tokens = len(case.query)
+    query = torch.randint(-2, 3, (tokens, heads, size)).float()
+    weights = torch.randint(-3, 4, (tokens, heads)).float()
+    places, numbers = catalog.SELECT_KEYS.named(backend)(query, weights, keys, case.meta, count)
+    block_size, flat = keys.shape[2], keys[:, 0].flatten(0, 1)
+    token = 0
+    for table, (new, length) in zip(case.meta.block_tables.long(), MIXES["mixed"], strict=True):
+        own = [int(table[i // block_size]) * block_size + i % block_size for i in range(length)]
+        for last in range(length - new + 1, length + 1):
+            scores = ((flat[own[:last]] @ query[token].T).clamp(min=0) @ weights[token]).tolist()
+            best = sorted(sorted(range(last), key=lambda i: (-scores[i], i))[:count])
+            assert numbers[token] == len(best)
+            assert places[token, : len(best)].tolist() == [own[i] for i in best]
+            token += 1
+
+
 @pytest.mark.parametrize("backend", catalog.WRITE_PART.available())
 def test_stores(backend: str) -> None:
     part, rows = torch.full((4, 2, 8, 6), float("nan")), torch.randn(5, 2, 6)

@@ -5,12 +5,12 @@ any number to one; the rest goes to torch.
 import torch
 from torch import Tensor
 
-from headrace_kernels.arguments import check_attention, check_uneven
+from headrace_kernels.arguments import check_attention, check_selection, check_uneven
 from headrace_kernels.cpu.library import UNSUPPORTED, check_status, load, part_of
 from headrace_kernels.meta import AttentionMeta
 from headrace_kernels.reference import attention as reference
 
-_attention = load().headrace_attention
+_attention, _select = load().headrace_attention, load().headrace_select_keys
 _ROWS = 64  # query heads of a group: MAX_ROWS of attention.cpp
 
 
@@ -60,6 +60,41 @@ def uneven_attention(
     )
 
 
+def select_keys(query: Tensor, weights: Tensor, keys: Tensor, meta: AttentionMeta, count: int) -> tuple[Tensor, Tensor]:
+    """See ``headrace_kernels.ops.select_keys``; always deterministic."""
+    check_selection(query, weights, keys, meta, count)
+    meta = meta.gathered(keys.shape[2])
+    starts, lens, tables = meta.query_starts, meta.seq_lens, meta.block_tables
+    if not _fits((query, weights, keys), meta) or keys.stride(3) != 1:
+        return reference.select_keys(query, weights, keys, meta, count)
+    query, weights = query.contiguous(), weights.contiguous()
+    (tokens, heads, size), (blocks, _, block_size, _) = query.shape, keys.shape
+    chosen = torch.zeros(tokens, count, dtype=torch.int32)
+    found = torch.zeros(tokens, dtype=torch.int32)
+    status = _select(
+        chosen.data_ptr(), found.data_ptr(), query.data_ptr(), weights.data_ptr(), count, blocks, part_of(keys),
+        starts.data_ptr(), lens.data_ptr(), tables.data_ptr(), tables.stride(0), tables.shape[1], tables.shape[0],
+        tokens, heads, size, block_size, torch.get_num_threads(),
+    )  # fmt: skip
+    if status == UNSUPPORTED:
+        return reference.select_keys(query, weights, keys, meta, count)
+    check_status("select_keys", status)
+    return chosen, found
+
+
+def _fits(floats: tuple[Tensor, ...], meta: AttentionMeta) -> bool:
+    """Whether the C++ code was written for these types."""
+    starts, lens, tables = numbers = meta.query_starts, meta.seq_lens, meta.block_tables
+    return (
+        {x.dtype for x in floats} == {torch.float32}
+        and {x.dtype for x in numbers} == {torch.int32}
+        and all(x.is_cpu for x in (*floats, *numbers))
+        and tables.stride(1) == 1
+        and starts.is_contiguous()
+        and lens.is_contiguous()
+    )
+
+
 def _run(
     query: Tensor,
     keys: Tensor,
@@ -72,15 +107,7 @@ def _run(
 ) -> Tensor | None:
     """Shapes as in ``uneven_attention`` -> [T, H, E]; None for what the C++ code was not written for."""
     starts, lens, tables = meta.query_starts, meta.seq_lens, meta.block_tables
-    floats, numbers = (query, keys, values), (starts, lens, tables)
-    if {x.dtype for x in floats} != {torch.float32} or {x.dtype for x in numbers} != {torch.int32}:
-        return None
-    if (
-        not all(x.is_cpu for x in (*floats, *numbers))
-        or not keys.stride(3) == values.stride(3) == tables.stride(1) == 1
-    ):
-        return None
-    if not starts.is_contiguous() or not lens.is_contiguous():
+    if not _fits((query, keys, values), meta) or not keys.stride(3) == values.stride(3) == 1:
         return None
     query = query if query.stride(2) == 1 else query.contiguous()
     (tokens, heads, size), value_size = query.shape, values.shape[3]

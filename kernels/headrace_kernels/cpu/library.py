@@ -24,6 +24,7 @@ _CODES = {"p": _POINTER, "i": _INT, "f": _FLOAT}
 # Argument types by function: p pointer, i int64, f float.
 _SIGNATURES = {
     "headrace_attention": "ppiippipppiiiiiiiiififpi",
+    "headrace_select_keys": "ppppiippppiiiiiiii",
     "headrace_write_kv": "piipiippipiiiii",
     "headrace_rms_norm": "ppipiifi",
     "headrace_add_rms_norm": "pppipipiifi",
@@ -48,7 +49,7 @@ _SIGNATURES = {
 
 # Functions that return a number: a status, or a fact. The others return nothing.
 _RETURN_NUMBER = {
-    "headrace_attention", "headrace_write_kv", "headrace_layers", "headrace_layer_bytes",
+    "headrace_attention", "headrace_select_keys", "headrace_write_kv", "headrace_layers", "headrace_layer_bytes",
     "headrace_has_bfloat16_products", "headrace_packed_rows", "headrace_causal_conv", "headrace_delta_rule",
     "headrace_ssd", "headrace_selective_scan",
 }  # fmt: skip

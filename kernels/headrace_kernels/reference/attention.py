@@ -8,6 +8,8 @@ from torch import Tensor
 
 from headrace_kernels.meta import AttentionMeta
 
+_NUMBERS = 1 << 27  # of the keys of several sequences that are read at once
+
 
 def paged_attention(
     query: Tensor,
@@ -53,6 +55,32 @@ def uneven_attention(
     )  # fmt: skip
 
 
+def select_keys(query: Tensor, weights: Tensor, keys: Tensor, meta: AttentionMeta, count: int) -> tuple[Tensor, Tensor]:
+    """See ``headrace_kernels.ops.select_keys``."""
+    block_size = keys.shape[2]
+    meta = meta.gathered(block_size)
+    table = torch.zeros(len(query), count, dtype=torch.int32, device=query.device)
+    lens = table.new_zeros(len(query))
+    starts, lengths = meta.query_starts.tolist(), meta.seq_lens.tolist()
+    for s, (start, end, length) in enumerate(zip(starts, starts[1:], lengths, strict=False)):
+        if start == end or length == 0:
+            continue
+        position = torch.arange(length, device=query.device)
+        block, offset = meta.block_tables[s].long()[position // block_size], position % block_size
+        heads, cached = query[start:end].float().transpose(0, 1), keys[block, 0, offset].float()
+        scores = torch.zeros(end - start, length, device=query.device)
+        for head, weight in zip(heads, weights[start:end].float().T, strict=True):
+            scores += weight[:, None] * (head @ cached.T).clamp(min=0)
+        own = torch.arange(length - (end - start) + 1, length + 1, device=query.device)[:, None]
+        scores.masked_fill_(position >= own, float("-inf"))
+        best = scores.sort(stable=True, dim=-1, descending=True)[1][:, :count]
+        best = torch.where(best < own, best, length).sort(-1)[0]
+        places = torch.cat((block * block_size + offset, block.new_zeros(1)))
+        table[start:end, : best.shape[1]] = places[best].int()
+        lens[start:end] = own[:, 0].clamp(max=count)
+    return table, lens
+
+
 def _attend(
     query: Tensor,
     parts: tuple[Tensor, Tensor],
@@ -79,9 +107,10 @@ def _attend(
     buckets = torch.frexp((query_lens * 2 - 1).clamp(min=0).float())[1]  # 1 | 2 | 3-4 | 5-8 | ...
     for bucket in sorted(set(buckets.tolist())):
         members = ((buckets == bucket) & (query_lens > 0) & (meta.seq_lens > 0)).nonzero().flatten()
-        if len(members):
-            lens = query_lens[members]
-            _attend_bucket(out, query, parts, scales, meta, members, lens, scale, window, softcap, sinks)
+        at_once = max(1, _NUMBERS // (meta.max_seq_len * parts[0][0, :, 0].numel()))
+        for some in members.split(at_once) if len(members) else ():
+            lens = query_lens[some]
+            _attend_bucket(out, query, parts, scales, meta, some, lens, scale, window, softcap, sinks)
     return out
 
 

@@ -31,5 +31,5 @@ if __name__ == "__main__":
         out, x, weight = torch.empty(8), torch.ones(8), torch.ones(4)
         load().headrace_rms_norm(out.data_ptr(), x.data_ptr(), 8, weight.data_ptr(), 1, 8, 1e-5, 1)
     else:
-        options = ("-q", "-x", "-p", "no:cacheprovider", "-o", "timeout=0")
+        options = ("-q", "-s", "-x", "-p", "no:cacheprovider", "-o", "timeout=0")
         sys.exit(pytest.main([*options, *(str(TESTS / file) for file in FILES)]))

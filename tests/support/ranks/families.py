@@ -55,7 +55,7 @@ OTHER_CACHES: dict[str, tuple[int, int]] = {
     "youtu": (1, 2),
     "axk1": (2, 1),
     "deepseek_v32": (2, 2),
-    "glm_moe_dsa": (2, 1),
+    "glm_moe_dsa": (2, 2),
     "axk2": (2, 1),
     "hy_v4": (2, 1),
     "llama4_text": (2, 1),

@@ -61,7 +61,7 @@ _DEEPSEEK_EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 32,
     "first_k_dense_replace": 1,
 }
-_INDEXER: dict[str, Any] = {"index_topk": 256, "index_head_dim": 32, "index_n_heads": 4}
+_INDEXER: dict[str, Any] = {"index_topk": 24, "index_head_dim": 32, "index_n_heads": 16}
 _GEMMA_4: dict[str, Any] = {
     "model_type": "gemma4_text",
     "num_hidden_layers": 8,

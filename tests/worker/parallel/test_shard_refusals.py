@@ -28,6 +28,13 @@ from headrace_proto.errors import ModelLoadError, ModelUnsupportedError
         ("llama", {}, (1, 4), r"pp 4 is more than the 3 layers .* --pp 3"),
         ("olmo2", {}, (2, 1), r"olmo2 splits layers\.\*\.self_attn\.q_proj as 'colwise_gather_output'.* --tp 1"),
         ("bitnet", {}, (2, 1), r"bitnet has no tensor-parallel plan"),
+        (
+            "glm_moe_dsa",
+            {"indexer_types": ["full", "full", "shared"]},
+            (1, 2),
+            r"Layer 2 .* an earlier layer selects, .*: --pp 2 does not fit",
+        ),
+        ("hy_v4", {}, (1, 2), r"hy_v4 cannot be split into pipeline stages: .* --pp 1"),
         ("nanochat", {}, (1, 2), r"nanochat cannot be split into pipeline stages: .* --pp 1"),
         ("granitemoe", {"num_local_experts": 4}, (2, 1), r"granitemoe does not split its attention: .* --tp 1"),
     ],

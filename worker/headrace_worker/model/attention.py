@@ -22,6 +22,16 @@ IMPLEMENTATION = "headrace"
 _WITHOUT_EFFECT = {"cache_position", "is_causal", "logits_to_keep", "position_embeddings", "position_ids"}
 
 
+class All:
+    """In the place of a mask, and of the keys that an indexer selects: nothing is left out."""
+
+    def __getitem__(self, _: Any) -> None:
+        return None
+
+
+ALL = All()
+
+
 class StepContextError(HeadraceError):
     """Attention was called outside a step, or for a layer that is not in the cache."""
 
@@ -31,7 +41,7 @@ class LayerCache:
     """Where one layer's keys and values are."""
 
     group: int
-    parts: tuple[Tensor, ...]  # keys [B, K, P, D] and values [B, K, P, E]; of latents [B, 1, P, L + R] alone
+    parts: tuple[Tensor, ...]  # keys [B, K, P, D] and values [B, K, P, E]; latents [B, 1, P, L + R + I] alone
     window: int  # 0 = all
     pool: Tensor | None = None  # [2, B, K, P, D], both parts; None where their sizes differ
     stores: bool = True  # False: they are those of an earlier layer
@@ -159,25 +169,34 @@ def attend(
 
 
 def attend_latents(
-    module: Any, query: Tensor, entry: Tensor, scale: float, window: int = 0, sinks: Tensor | None = None
+    module: Any,
+    query: Tensor,
+    entry: Tensor,
+    scale: float,
+    window: int = 0,
+    sinks: Tensor | None = None,
+    selected: AttentionMeta | None = None,
 ) -> Tensor:
     """Store what is cached of new tokens [T, L + R], and attend with query [T, H, N + R] -> [T, H, E].
 
-    Shape letters are those of latent.py.
+    Shape letters are those of latent.py. selected: what the indexer returns, which has stored the index keys (I).
     """
     step, layer = current_step(), int(module.layer_idx)
     cache = step.layers[layer]
     meta = step.metas[cache.group]
-    latents = cache.parts[0]
-    if cache.window != window or entry.shape[1:] != latents.shape[3:] or len(cache.parts) != 1:
+    size, index = entry.shape[1], getattr(module.config, "index_head_dim", None) or 0
+    if cache.window != window or cache.parts[0].shape[3] != size + index or len(cache.parts) != 1:
         raise StepContextError(
-            f"Layer {layer} has latents of size {entry.shape[1]}, but its cache has the shape "
-            f"{list(latents.shape)}: this model's config is not understood."
+            f"Layer {layer} has latents of size {size} and index keys of size {index}, but its cache has the shape "
+            f"{list(cache.parts[0].shape)}: this model's config is not understood."
         )
     step.attend_once(layer)
+    latents = cache.parts[0][..., :size]
     ops.write_part(entry[:, None], latents, meta.slots)
     if step.written is not None:
         step.written(layer, entry)
+    if selected is not None:
+        meta, latents = selected, cache.parts[0].view(-1, 1, 1, size + index)[..., :size]
     mixed = ops.uneven_attention(
         latent.absorbed(module, query), latents, latents[..., : module.kv_lora_rank], meta, scale=scale, window=window,
         sinks=sinks, deterministic=step.deterministic,
@@ -196,25 +215,28 @@ def attention_forward(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    indices: AttentionMeta | All | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The registered function: query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, D].
 
     Raises StepContextError for arguments with which a family computes something else than this function.
     """
-    nothing = (None, False, latent.ALL)
-    given = {name for name, value in kwargs.items() if not any(value is each for each in nothing)} - _WITHOUT_EFFECT
-    if attention_mask is not None and attention_mask is not latent.ALL:
+    given = {name for name, value in kwargs.items() if value is not None and value is not False} - _WITHOUT_EFFECT
+    if attention_mask is not None and attention_mask is not ALL:
         given.add("attention_mask")
+    latents, selected = latent.is_latent(module), None if isinstance(indices, All) else indices
+    if selected is not None and not latents:
+        given.add("indices")
     if given or kwargs.get("is_causal") is False:
         raise StepContextError(
             f"{type(module).__name__} passes {min(given, default='is_causal=False')} to its attention, which is causal "
             "and over all keys of its window here: this model is not supported."
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if latent.is_latent(module) and not softcap:
-        mixed = attend_latents(module, query[0].transpose(0, 1), key[0, 0], scale, sliding_window or 0, s_aux)
-        return mixed.unsqueeze(0), None
+    if latents and not softcap:
+        queries = query[0].transpose(0, 1)
+        return attend_latents(module, queries, key[0, 0], scale, sliding_window or 0, s_aux, selected)[None], None
     out = attend(
         int(module.layer_idx),  # type: ignore[arg-type]
         query[0].transpose(0, 1),

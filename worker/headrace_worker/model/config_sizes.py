@@ -13,6 +13,7 @@ _LARGEST = {
     "v_head_dim": 1 << 14,
     "hidden_size": 1 << 24,
     "kv_lora_rank": 1 << 14,
+    "index_head_dim": 1 << 12,
     "qk_rope_head_dim": 1 << 14,
     "sliding_window": 1 << 31,
 }

@@ -8,7 +8,6 @@ Shape letters: T tokens, H heads of this rank, L size of a latent, R of a rotary
 key and value that are made of a latent.
 """
 
-import inspect
 from types import MethodType
 from typing import Any
 
@@ -17,15 +16,6 @@ from torch import Tensor, nn
 
 from headrace_proto.errors import ModelUnsupportedError
 
-
-class _All:
-    """In the place of a mask, and of the keys that an indexer selects: nothing is left out."""
-
-    def __getitem__(self, _: Any) -> None:
-        return None
-
-
-ALL = _All()
 _PARTS = ("expand_kv", "kv_b_proj", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
 
 
@@ -47,21 +37,6 @@ def redirect(model: nn.Module, layers: int) -> None:
         )
     for module in found:
         module.expand_kv = MethodType(_keep, module)  # type: ignore[assignment]
-        if hasattr(module, "indexer"):
-            select_all(module)
-
-
-def select_all(module: Any) -> None:
-    """Makes attention that selects keys by an indexer attend to all: up to as many tokens as it selects it does."""
-    forward, named = module.forward, inspect.signature(module.forward).parameters
-    given = {name: ALL for name in ("attention_mask", "prev_topk_indices") if name in named}
-
-    def attend_to_all(*args: Any, **kwargs: Any) -> Any:
-        return forward(*args, **kwargs | given)
-
-    module.forward = attend_to_all
-    if module.indexer is not None:  # else it uses the selection of an earlier layer
-        module.indexer.forward = lambda *_args, **_kwargs: ALL
 
 
 def _keep(_: nn.Module, latent: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from headrace_worker.core.layout import CacheLayout
 from headrace_worker.core.progress import Progress, ignore_progress
 from headrace_worker.device.choice import choose_dtype, open_device
 from headrace_worker.device.rank_device import RankDevice
-from headrace_worker.model import buffers, latent, recurrent, surgery
+from headrace_worker.model import buffers, indexer, latent, recurrent, surgery
 from headrace_worker.model.build import build_meta, output_rows, read_config
 from headrace_worker.model.cache_layout import cache_layout
 from headrace_worker.model.converted import converted
@@ -103,6 +103,7 @@ def load(
         layout = msgspec.structs.replace(layout, state_parts=parts)
         if layout.groups[0].value_dim == 0:
             latent.redirect(model, sum(len(group.layers) for group in layout.groups))
+            indexer.redirect(model)
         names = TextNames(hf_config, model) if hf_config is not text and source.weights else None
         weights = open_weights(source, model, sharding, gguf, names)
         bf16 = config.cpu_arithmetic == "bf16"

@@ -54,7 +54,7 @@ _RECURRENT = (
     "olmo_hybrid qwen3_5_moe_text qwen3_5_text qwen3_next"
 )
 RECURRENT = frozenset(_RECURRENT.split())
-# attention: in older files. The last two are full attention up to the lengths that `check_limits` allows.
+# attention: in older files. The last one is full attention up to the lengths that `check_limits` allows.
 ATTENTION_TYPES = (
     "full_attention",
     "sliding_attention",
@@ -300,7 +300,7 @@ def check_rope(config: Any, max_model_len: int | None) -> None:
 
 def check_limits(config: Any, max_model_len: int | None) -> None:
     """Refuses lengths beyond those up to which a model attends to all tokens alike. Raises ModelUnsupportedError."""
-    limits = {"selects the keys that it attends to by an indexer": config_value(config, "index_topk")}
+    limits = {}
     if config.model_type == "llama4_text":
         limits["attends within chunks of tokens"] = config_value(config, "attention_chunk_size")
         if (

@@ -372,6 +372,99 @@ void attend(Team& team, const Attention& a, const AttentionPlan& plan) {
     });
 }
 
+namespace {
+
+constexpr int SELECTED_AT_ONCE = 64;  // tokens whose scores are in memory
+
+// Scores of the keys [base, base + TILE), or up to `keys`, for one token: over heads, sums of weight * max(0, query . key).
+void score_tile(const Batch& batch, int s, const float* query, const float* weights, int64_t base, int64_t keys,
+                Scratch& scratch, float* out) {
+    const int to = (int)std::min<int64_t>(TILE, keys - base), end = (to + WIDTH - 1) / WIDTH * WIDTH;
+    const float* rows[TILE];
+    for (int n = 0; n < end; n++) rows[n] = n < to ? batch.read(batch.keys, s, 0, base + n) : scratch.zeros.get();
+    float *transposed = scratch.transposed, *scores = scratch.scores;
+    transpose(rows, end, batch.head_dim, transposed);
+    std::fill(scores, scores + batch.heads * TILE, 0.f);
+    multiply(query, batch.head_dim, batch.heads, [=](int k) { return transposed + k * TILE; }, 0, batch.head_dim, scores, TILE,
+             end);
+    for (int n = 0; n < end; n += WIDTH) {
+        floats total{};
+        for (int h = 0; h < batch.heads; h++) {
+            const floats x = load(scores + h * TILE + n);
+            total += weights[h] * pick(x > 0.f, x, floats{});
+        }
+        store(out + n, total);
+    }
+}
+
+// The positions of the `count` highest of `scores`, in order; of equal ones the first.
+void choose(const float* scores, int64_t keys, int64_t count, std::vector<int32_t>& positions) {
+    positions.resize(keys);
+    for (int64_t i = 0; i < keys; i++) positions[i] = (int32_t)i;
+    std::nth_element(positions.begin(), positions.begin() + count, positions.end(), [=](int32_t a, int32_t b) {
+        return scores[a] > scores[b] || (scores[a] == scores[b] && a < b);
+    });
+    positions.resize(count);
+    std::sort(positions.begin(), positions.end());
+}
+
+}  // namespace
+
+// Of each token: places [tokens, count] of keys, block * block_size + offset, and their number.
+extern "C" int64_t headrace_select_keys(int32_t* places, int32_t* numbers, const float* query, const float* weights,
+                                        int64_t count, int64_t pool_blocks, const Part* keys, const int32_t* query_starts,
+                                        const int32_t* seq_lens, const int32_t* tables, int64_t table_stride,
+                                        int64_t table_entries, int64_t sequences, int64_t tokens, int64_t heads,
+                                        int64_t head_dim, int64_t block_size, int64_t threads) {
+    const Attention a{nullptr, query, heads * head_dim, head_dim, *keys, *keys, pool_blocks, query_starts, seq_lens,
+                      tables, table_stride, table_entries, sequences, tokens, heads, 1, head_dim, head_dim,
+                      block_size, 1.f, 0.f, 0, nullptr};
+    if (const int64_t status = check_attention(a)) return status;
+    const Batch batch = batch_of(a);
+    struct Token {
+        int sequence;
+        int64_t token, keys;
+    };
+    std::vector<Token> all;
+    int64_t work = 0, longest = 0;
+    for (int s = 0; s < sequences; s++)
+        for (int64_t i = 0; seq_lens[s] && i < batch.query_len(s); i++) {
+            all.push_back({s, query_starts[s] + i, batch.first_position(s) + i + 1});
+            longest = std::max(longest, all.back().keys);
+            work += all.back().keys * heads * head_dim;
+        }
+    const int64_t chunks = (longest + CHUNK - 1) / CHUNK, width = chunks * CHUNK;
+    const std::unique_ptr<float[]> scores(new float[std::min<int64_t>(SELECTED_AT_ONCE, all.size()) * width]);
+    run_team(threads_for(work, 1 << 18, (int)threads), [&](Team& team) {
+        Scratch scratch((int)head_dim);
+        std::vector<int32_t> positions;
+        for (size_t first = 0; first < all.size(); first += SELECTED_AT_ONCE) {
+            const int64_t rows = std::min<int64_t>(SELECTED_AT_ONCE, all.size() - first);
+            team.take(rows * chunks, [&](int64_t i) {
+                const Token& of = all[first + i / chunks];
+                const int64_t from = i % chunks * CHUNK, to = std::min(of.keys, from + CHUNK);
+                if (of.keys <= count) return;
+                for (int64_t base = from; base < to; base += TILE)
+                    score_tile(batch, of.sequence, query + of.token * heads * head_dim, weights + of.token * heads, base,
+                               of.keys, scratch, scores.get() + i / chunks * width + base);
+            });
+            team.take(rows, [&](int64_t row) {
+                const Token& of = all[first + row];
+                const int64_t number = std::min(of.keys, count);
+                if (of.keys > count) choose(scores.get() + row * width, of.keys, count, positions);
+                const int32_t* table = tables + of.sequence * table_stride;
+                for (int64_t i = 0; i < number; i++) {
+                    const int64_t position = of.keys > count ? positions[i] : i;
+                    places[of.token * count + i] =
+                        (int32_t)(table[position / block_size] * block_size + position % block_size);
+                }
+                numbers[of.token] = (int32_t)number;
+            });
+        }
+    });
+    return DONE;
+}
+
 void write_slot(const Part& part, const float* from, int64_t head_stride, int64_t slot, int64_t kv_heads, int64_t head_dim,
                 int64_t block_size) {
     for (int64_t h = 0; h < kv_heads; h++)

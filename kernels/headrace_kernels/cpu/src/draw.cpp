@@ -87,7 +87,7 @@ inline void weigh(float power, int32_t& high, int32_t& low) {
     series = series * rest + 0.240247443318367f;
     series = series * rest + 0.6931217908859253f;
     series = series * rest + 0.9999992847442627f;
-    const float weight = bits_to_float(float_to_bits(series) + ((whole + 40) << 23));
+    const float weight = bits_to_float(float_to_bits(series) + (whole + 40) * (1 << 23));
     high = (int32_t)(weight * 0x1p-20f);
     low = (int32_t)(weight - (float)high * 0x1p20f);
 }

@@ -1,5 +1,6 @@
 """Modules that communicate with other ranks, and placeholders for modules of other stages."""
 
+import inspect
 from typing import Any
 
 import torch
@@ -133,16 +134,17 @@ class PlaceholderLayer(nn.Module):
             if not name.startswith("_") and name != "training":
                 setattr(self, name, value)
         self._receives, self._sends = receives, sends
+        self._selects = "prev_topk_indices" in inspect.signature(original.forward).parameters
 
-    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        """hidden_states [1, T, N] -> [1, T, N]."""
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
+        """hidden_states [1, T, N] -> [1, T, N], with no tokens selected where layers hand those on, too."""
         if self._receives:
             received = current_step().hidden_in
             assert received is not None
-            return received
-        if self._sends:
+            hidden_states = received
+        elif self._sends:
             current_step().hidden_out = hidden_states
-        return hidden_states
+        return (hidden_states, None) if self._selects else hidden_states
 
 
 class PlaceholderNorm(nn.Module):

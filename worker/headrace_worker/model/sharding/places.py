@@ -16,7 +16,8 @@ _TWICE = ("mimo_v2_flash",)  # families whose layers with a window have twice as
 class KvShape(NamedTuple):
     """What each layer of attention caches of a token, in the whole model.
 
-    Of multi-head latent attention one latent and one rotary key, which all heads share: a key that contains the value.
+    Of multi-head latent attention one latent and one rotary key, which all heads share, and with an indexer an index
+    key: a key that contains the value.
     """
 
     heads: int  # of keys and values
@@ -34,7 +35,8 @@ def kv_shapes(config: Any) -> list[KvShape]:
     layers = config_size(config, "num_hidden_layers")
     queries = config_size(config, "num_attention_heads")
     if rank := optional_size(config, "kv_lora_rank"):
-        return [KvShape(1, rank + config_size(config, "qk_rope_head_dim"), 0, queries)] * layers
+        index = optional_size(config, "index_head_dim")
+        return [KvShape(1, rank + config_size(config, "qk_rope_head_dim") + index, 0, queries)] * layers
     heads = [number or queries for number in layer_sizes(config, "num_key_value_heads", layers)]
     kinds = getattr(config, "layer_types", None)
     if config.model_type in _TWICE and isinstance(kinds, list | tuple):

@@ -40,12 +40,20 @@ def replace_other_stages(model: PreTrainedModel, parallel: ParallelContext, devi
     plan = list(getattr(config, "base_model_pp_plan", None) or ())
     if not plan and config.model_type in _FINAL_NORMS:
         plan = ["layers", _FINAL_NORMS[config.model_type]]
-    # Layers that share keys and values, or get a part of the embeddings each, need what the first stage has.
-    whole = any(getattr(config, name, None) for name in ("num_kv_shared_layers", "hidden_size_per_layer_input"))
-    if not plan or whole:
+    # Layers that share keys and values, or get a part of the embeddings each, need what the first stage has; hc_mult:
+    # between layers are several hidden states of each token.
+    whole = ("num_kv_shared_layers", "hidden_size_per_layer_input", "hc_mult")
+    if not plan or any(getattr(config, name, None) for name in whole):
         raise ModelUnsupportedError(f"{config.model_type} cannot be split into pipeline stages: serve it with --pp 1.")
     _, layers = decoder_layers(model)
-    first, stop = stage_layers(len(layers), parallel.pp_size)[parallel.pp_rank]
+    stages = stage_layers(len(layers), parallel.pp_size)
+    kinds = getattr(config, "indexer_types", None) or [None] * len(layers)
+    if early := next((first for first, _ in stages if kinds[first] == "shared"), None):
+        raise ModelUnsupportedError(
+            f"Layer {early} of this {config.model_type} model attends to the tokens that an earlier layer selects, "
+            f"which another stage would have: --pp {parallel.pp_size} does not fit, use another number."
+        )
+    first, stop = stages[parallel.pp_rank]
     for index, layer in enumerate(layers):
         if not first <= index < stop:
             layers[index] = PlaceholderLayer(layer, receives=index == first - 1, sends=index == stop)
