@@ -1,6 +1,7 @@
 """Configs of real models, for random weights: speed depends on shapes, not on the values of weights.
 
-Facts from the models' published config.json: Qwen/Qwen3-0.6B, meta-llama/Llama-3.1-8B.
+Facts from the models' published config.json: Qwen/Qwen3-0.6B, meta-llama/Llama-3.1-8B, Qwen/Qwen3.5-9B (its language
+model), deepseek-ai/DeepSeek-V2-Lite.
 """
 
 import json
@@ -40,6 +41,55 @@ LLAMA_8B: dict[str, Any] = {
     "bos_token_id": 128000,
     "eos_token_id": 128001,
 }
+QWEN35_9B: dict[str, Any] = {
+    "model_type": "qwen3_5_text",
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 8,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "vocab_size": 248320,
+    "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "bos_token_id": 248044,
+    "eos_token_id": 248044,
+}
+DEEPSEEK_V2_LITE: dict[str, Any] = {
+    "model_type": "deepseek_v2",
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 6,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": False,
+    "topk_method": "greedy",
+    "vocab_size": 102400,
+    "max_position_embeddings": 163840,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "bos_token_id": 100000,
+    "eos_token_id": 100001,
+}
 TINY: dict[str, Any] = QWEN3_06B | {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -51,7 +101,13 @@ TINY: dict[str, Any] = QWEN3_06B | {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-MODELS = {"qwen3-0.6b": QWEN3_06B, "llama-8b": LLAMA_8B, "tiny": TINY}
+MODELS = {
+    "qwen3-0.6b": QWEN3_06B,
+    "llama-8b": LLAMA_8B,
+    "qwen3.5-9b": QWEN35_9B,
+    "deepseek-v2-lite": DEEPSEEK_V2_LITE,
+    "tiny": TINY,
+}
 
 
 def write_config(name: str, folder: Path) -> Path:

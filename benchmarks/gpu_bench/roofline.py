@@ -1,7 +1,8 @@
 """The least time that a device needs for the bytes and products of a piece of work, by its measured ceilings.
 
 The bytes are those that must be read: the weights without the input embedding, of which a step reads one row per token
-(a tied one is read as the output head), and the keys and values of the context.
+(a tied one is read as the output head), of experts those that are expected to be chosen; the keys and values of the
+context; and recurrent states, which are written, too.
 """
 
 import time
@@ -42,6 +43,9 @@ class ModelSizes:
     head_weights: int
     kv_token_bytes: int  # keys and values of one token, all layers
     attention_flop: int  # of one query over one key, all layers and heads
+    state_bytes: int = 0  # of one sequence, all layers with recurrent state
+    expert_bytes: int = 0  # of the weights: all routed experts
+    unchosen: float = 1.0  # part of the routed experts that a token does not choose
 
     @classmethod
     def of(cls, model: Any) -> "ModelSizes":
@@ -49,26 +53,42 @@ class ModelSizes:
         config, layout = model.config.get_text_config(), model.layout
         embedding = model.module.get_input_embeddings().weight
         read = model.weight_bytes - (0 if config.tie_word_embeddings else embedding.nbytes)
-        heads = config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        attending = sum(len(group.layers) for group in layout.groups)
+        heads, group = config.num_attention_heads, layout.groups[0]
+        value_dim = group.value_dim or (config.kv_lora_rank if group.value_dim == 0 else group.head_dim)
+        named = dict(model.module.named_parameters())
+        routed = sum(weight.nbytes for name, weight in named.items() if ".experts." in name)
+        experts = getattr(config, "n_routed_experts", None) or 1
         return cls(
             read_bytes=read,
             weights=read // embedding.element_size(),
             head_weights=embedding.numel(),
             kv_token_bytes=layout.block_bytes // layout.block_size * len(layout.groups),
-            attention_flop=4 * heads * head_dim * config.num_hidden_layers,
+            attention_flop=2 * heads * (group.head_dim + value_dim) * attending,
+            state_bytes=layout.state_bytes,
+            expert_bytes=routed,
+            unchosen=1 - config.num_experts_per_tok / experts if routed else 1.0,
         )
+
+    def chosen(self, tokens: int) -> float:
+        """Bytes of weights that a step of so many tokens reads."""
+        return self.read_bytes - self.expert_bytes * self.unchosen**tokens
+
+    @property
+    def active(self) -> float:
+        """Weights that a token is multiplied with."""
+        return self.weights * (1 - self.expert_bytes * self.unchosen / max(1, self.read_bytes))
 
     def decode(self, contexts: Sequence[float]) -> Cost:
         """One step that computes one token of each sequence, with its tokens of context."""
         total, count = sum(contexts), len(contexts)
-        read = self.read_bytes + (total + count) * self.kv_token_bytes
-        return Cost(read, 2 * self.weights * count + total * self.attention_flop)
+        read = self.chosen(count) + (total + count) * self.kv_token_bytes + 2 * count * self.state_bytes
+        return Cost(read, 2 * self.active * count + total * self.attention_flop)
 
     def prefill(self, tokens: int) -> Cost:
         """A prompt in one step, to its first token."""
-        flop = 2 * (self.weights - self.head_weights) * tokens + 2 * self.head_weights
-        return Cost(self.read_bytes + tokens * self.kv_token_bytes, flop + self.attention_flop * tokens**2 / 2)
+        flop = 2 * (self.active - self.head_weights) * tokens + 2 * self.head_weights
+        return Cost(self.chosen(tokens) + tokens * self.kv_token_bytes, flop + self.attention_flop * tokens**2 / 2)
 
     def workload(self, lengths: Sequence[tuple[int, int]]) -> Cost:
         """Requests of (input, output) tokens: at least one step per token of the longest output, all in each step."""
@@ -78,7 +98,7 @@ class ModelSizes:
             steps = out - 1  # the first token is that of the prompt
             context = steps * length + steps * (steps + 1) / 2
             cost += Cost((context + length + steps) * self.kv_token_bytes)
-            cost += Cost(flop=2 * self.weights * steps + context * self.attention_flop)
+            cost += Cost(flop=2 * self.active * steps + context * self.attention_flop)
         return cost
 
 

@@ -169,9 +169,10 @@ def check_selective_scan(
 
 
 def _check_states(op: str, pool: Tensor, meta: StateMeta) -> None:
-    """A contiguous pool in float32, and slots of every sequence."""
+    """A contiguous pool in float32, and slots of every sequence, on one device."""
     tables = (meta.query_starts, meta.reads, meta.writes)
-    whole = pool.dtype is torch.float32 and all(part.is_contiguous() and part.is_cpu for part in (pool, *tables))
+    whole = pool.dtype is torch.float32 and all(part.is_contiguous() for part in (pool, *tables))
+    whole = whole and {part.device for part in tables} == {pool.device}
     sequences = meta.reads.shape[0]
     shapes = meta.query_starts.shape == (sequences + 1,) and meta.writes.shape == (sequences,)
     if not whole or not shapes or {table.dtype for table in tables} != {torch.int32}:

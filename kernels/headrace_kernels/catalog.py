@@ -100,8 +100,8 @@ def _op(module: str, name: str, *, fast: tuple[str, ...] = ("triton", "cpu")) ->
 WRITE_KV: Op[WriteRun] = _op("cache", "write_kv")
 ROPE_WRITE_KV: Op[RopeWriteRun] = _op("cache", "rope_write_kv")
 PAGED_ATTENTION: Op[AttentionRun] = _op("attention", "paged_attention")
-WRITE_PART: Op[Callable[[Tensor, Tensor, Tensor], None]] = _op("cache", "write_part", fast=())
-UNEVEN_ATTENTION: Op[UnevenAttentionRun] = _op("attention", "uneven_attention", fast=("cpu",))
+WRITE_PART: Op[Callable[[Tensor, Tensor, Tensor], None]] = _op("cache", "write_part", fast=("triton",))
+UNEVEN_ATTENTION: Op[UnevenAttentionRun] = _op("attention", "uneven_attention")
 SELECT_KEYS: Op[Callable[[Tensor, Tensor, Tensor, AttentionMeta, int], tuple[Tensor, Tensor]]] = _op(
     "attention", "select_keys", fast=("cpu",)
 )
@@ -120,16 +120,14 @@ PACKED_MATMUL: Op[Callable[[Tensor, PackedWeight, Tensor | None, bool], Tensor]]
     "packed", "packed_matmul", fast=("cpu",)
 )
 CAUSAL_CONV: Op[Callable[[Tensor, Tensor, Tensor, StateMeta, Tensor | None, bool], Tensor]] = _op(
-    "recurrent", "causal_conv", fast=("cpu",)
+    "recurrent", "causal_conv"
 )
 DELTA_RULE: Op[Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, StateMeta], Tensor]] = _op(
-    "recurrent", "delta_rule", fast=("cpu",)
+    "recurrent", "delta_rule"
 )
-SSD: Op[Callable[..., Tensor]] = _op("scans", "ssd", fast=("cpu",))
-SELECTIVE_SCAN: Op[Callable[..., Tensor]] = _op("scans", "selective_scan", fast=("cpu",))
-GATED_RMS_NORM: Op[Callable[[Tensor, Tensor, Tensor, float, int | None, bool], Tensor]] = _op(
-    "scans", "gated_rms_norm", fast=("cpu",)
-)
+SSD: Op[Callable[..., Tensor]] = _op("scans", "ssd")
+SELECTIVE_SCAN: Op[Callable[..., Tensor]] = _op("scans", "selective_scan")
+GATED_RMS_NORM: Op[Callable[[Tensor, Tensor, Tensor, float, int | None, bool], Tensor]] = _op("scans", "gated_rms_norm")
 DRAW: Op[Callable[[Tensor, Tensor, Tensor, DrawOptions], tuple[Tensor, Tensor]]] = _op("draw", "draw")
 
 ALL: tuple[Op[Any], ...] = tuple(value for value in list(globals().values()) if isinstance(value, Op))

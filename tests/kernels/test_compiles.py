@@ -10,11 +10,21 @@ import pytest
 
 from headrace_kernels import catalog
 
+# Instructions of a warp, and of which loop: over tiles of 32 keys of latents, and over tokens (8 of a convolution).
+LOOPS = {
+    ("latents of 128 heads", "attend"): 1150,
+    ("latents of 16 heads", "attend"): 600,
+    ("states", "causal_conv"): 520,
+    ("states", "delta_rule"): 700,
+    ("states", "ssd"): 420,
+    ("states", "selective_scan"): 360,
+}
 ROOT = Path(__file__).parents[2]
 SHARED_MEMORY = 227 << 10  # bytes that a program may have on sm_90
 KERNELS = {
     "attend", "plan", "attend_ordered", "merge_ordered", "rms_norm", "silu_mul", "write_kv", "rope_write_kv",
-    "row_logsumexp", "rope_angles", "draw_pieces", "decide",
+    "row_logsumexp", "rope_angles", "draw_pieces", "decide", "causal_conv", "delta_rule", "ssd", "selective_scan",
+    "gated_rms_norm", "write_part",
 }  # fmt: skip
 
 
@@ -42,6 +52,10 @@ def test_for_an_h200(tmp_path: Path) -> None:
             assert fact["label"] == "exact" or fact["mma"] or fact["wgmma"], fact
         if fact["label"] == "noise" or (fact["label"] == "ordered"):
             assert not fact["fma"], "fixed bits allow no fused rounding"
+    for fact in facts:
+        if most := LOOPS.get((fact["label"], fact["kernel"])):
+            length, on_stack = fact["loop"]
+            assert 0 < length <= most and on_stack <= 4, fact
     instructions = {fact["kernel"]: fact["per_logit"] for fact in facts if fact["per_logit"]}
     assert instructions["draw_pieces"] <= 36 and instructions["decide"] <= 31, instructions
     assert all(any(f["wgmma"] for f in facts if f["label"] == label) for label in ("prefill", "ordered"))

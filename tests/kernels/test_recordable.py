@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from headrace_kernels import AttentionMeta, catalog
+from headrace_kernels.meta import StateMeta
 from support.kernels.attention_case import Case, make_attention_case
 
 BACKENDS = catalog.PAGED_ATTENTION.available()
@@ -52,6 +53,11 @@ def test_padding_changes_nothing(
     count = case.query.shape[0]
     torch.testing.assert_close(out[:count], case.naive(0.2, window).float(), atol=2e-6, rtol=1e-5)
     assert not out[count:].any(), "tokens of no sequence are zero, not NaN"
+    case.values[:] = case.keys
+    parts = case.pool[0], case.pool[0, ..., :16]  # latents
+    out = catalog.UNEVEN_ATTENTION.named(backend)(query, *parts, meta, scale=0.2, window=window)
+    torch.testing.assert_close(out[:count], case.naive(0.2, window).float()[..., :16], atol=2e-6, rtol=1e-5)
+    assert not out[count:].any()
 
 
 @pytest.mark.skipif("triton" not in BACKENDS, reason="Triton is not installed")
@@ -78,6 +84,25 @@ def test_deterministic_rows_do_not_depend_on_other_rows(dtype: torch.dtype, wind
             )  # fmt: skip
             alone = attend(query[first : first + rows], pool, meta, **options)
             assert torch.equal(alone, together[first : first + rows])
+
+
+@pytest.mark.parametrize("backend", [name for name in catalog.DELTA_RULE.available() if name != "torch"])
+def test_padding_of_recurrent_layers_changes_nothing(backend: str) -> None:
+    """Pieces without tokens read and write slot 0, which stays as it is; tokens of no piece get zeros."""
+    inputs = [torch.randn(8, 2, 16), torch.randn(8, 2, 16), torch.randn(8, 4, 16), -torch.rand(8, 4), torch.rand(8, 4)]
+    x, weight = torch.randn(8, 20), torch.randn(20, 4)
+    delta_rule: Any = catalog.DELTA_RULE.named(backend)
+    results = []
+    for more in (0, 5):
+        states, rows = torch.zeros(4, 4, 16, 16), torch.zeros(4, 3, 20)
+        starts = torch.tensor([0, 1, 4, *[4] * more], dtype=torch.int32)
+        reads, writes = (torch.tensor([*slots, *[0] * more], dtype=torch.int32) for slots in ((0, 3), (2, 1)))
+        meta, tokens = StateMeta(starts, reads, writes), slice(0, 8 if more else 4)
+        out = delta_rule(*(part[tokens] for part in inputs), states, meta)
+        conv = catalog.CAUSAL_CONV.named(backend)(x[tokens], weight, rows, meta, None, False)
+        assert not states[0].any() and not rows[0].any() and not out[4:].any() and not conv[4:].any()
+        results.append((out[:4], conv[:4], states, rows))
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
 def test_every_op_has_a_reference_and_runs_its_fastest_backend() -> None:

@@ -128,7 +128,7 @@ def test_a_state_continues_whatever_the_pieces_and_the_batch_are(name: str, back
     assert torch.equal(thrown_away, expected) and not pool[0].any()
 
 
-@pytest.mark.parametrize(("name", "backend"), EXACT)
+@pytest.mark.parametrize(("name", "backend"), [pair for pair in EXACT if pair[1] == "cpu"])
 @pytest.mark.parametrize(
     ("lengths", "reads", "writes", "sentence"),
     [

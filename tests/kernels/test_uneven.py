@@ -31,9 +31,17 @@ def _latents(lens: list[tuple[int, int]], heads: int, size: int) -> Case:
     return case
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("mix", MIXES)
-@pytest.mark.parametrize(("heads", "size", "values"), [(4, 48, 32), (128, 32, 16), (130, 64, 64), (3, 40, 33)])
+# Many heads are slow in Triton's interpreter.
+@pytest.mark.parametrize(
+    ("backend", "mix", "heads", "size", "values"),
+    [
+        (backend, mix, *sizes)
+        for backend in BACKENDS
+        for mix in MIXES
+        for sizes in ((4, 48, 32), (128, 32, 16), (130, 64, 64), (3, 40, 33))
+        if backend != "triton" or mix == "decode" or sizes[0] < 64
+    ],
+)
 def test_latents_contain_their_values(backend: str, mix: str, heads: int, size: int, values: int) -> None:
     case = _latents(MIXES[mix], heads, size)
     keys = _in_slots(case.pool[0], 2)

@@ -16,6 +16,19 @@ from gpu_bench.sections import (
 )
 
 SECTIONS: dict[str, Section] = {
-    module.SECTION.name: module.SECTION
-    for module in (nccl, correctness, kernels, sampler, libraries, decode, trace, serving, ttft, transfer, modes)
+    section.name: section
+    for section in (
+        nccl.SECTION,
+        correctness.SECTION,
+        kernels.SECTION,
+        sampler.SECTION,
+        libraries.SECTION,
+        decode.SECTION,
+        decode.OTHER_CACHES,
+        trace.SECTION,
+        serving.SECTION,
+        ttft.SECTION,
+        transfer.SECTION,
+        modes.SECTION,
+    )
 }

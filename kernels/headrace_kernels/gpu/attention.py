@@ -1,4 +1,4 @@
-"""Launches paged attention: how a step is divided into tiles, and which kernels run.
+"""Launches paged attention, to keys and values of one size and to others: how a step is divided into tiles.
 
 A sequence has long tiles, made for products, or one short tile, made for reading keys, if its query fits into that
 (decode steps, mostly). A step that may have both launches both. The device plans which program computes what (see
@@ -12,7 +12,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from headrace_kernels.arguments import check_attention
+from headrace_kernels.arguments import check_attention, check_uneven
 from headrace_kernels.gpu.availability import interpreted, launches_early
 from headrace_kernels.gpu.kernels import attend, ordered, plan
 from headrace_kernels.gpu.tensors import FLOATS, halves, power_of_2, quantization, rows
@@ -21,7 +21,8 @@ from headrace_kernels.reference import attention as reference
 
 LOG2_E = 1.4426950408889634
 CHUNK = 1024  # keys that deterministic attention sums before it merges them with the others
-_LARGEST_HEAD = 256
+_LARGEST_HEAD = 512
+_LARGEST_REST = 128  # by which a key is larger than a value
 _LARGEST_GROUP = 64  # query heads per KV head: a tile holds a token with all of them
 _SPLIT_KEYS = 128  # no piece of a split tile is shorter
 _PIECES = 1056  # of short tiles, wanted in a step: eight per multiprocessor of an H200, so that late ones are short
@@ -67,20 +68,45 @@ def paged_attention(
 ) -> Tensor:
     """See ``headrace_kernels.ops.paged_attention``."""
     check_attention(query, pool, meta, sinks, window)
-    if not _fits(query, pool, meta):
+    if not _fits(query, pool[0], pool[1], meta):
         return reference.paged_attention(
             query, pool, meta.gathered(pool.shape[3]), scale=scale, window=window, softcap=softcap, sinks=sinks,
             kv_scale=kv_scale, deterministic=deterministic,
         )  # fmt: skip
-    launch = _Launch(query, pool, meta, scale, window, softcap, sinks, kv_scale)
+    launch = _Launch(query, *halves(pool, kv_scale), quantization(pool), meta, scale, window, softcap, sinks)
     return launch.run_ordered() if deterministic else launch.run()
 
 
-def _fits(query: Tensor, pool: Tensor, meta: AttentionMeta) -> bool:
-    known = query.dtype in FLOATS and (pool.dtype in FLOATS or quantization(pool) != 0)
-    small = query.shape[2] <= _LARGEST_HEAD and query.shape[1] // pool.shape[2] <= _LARGEST_GROUP
+def uneven_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    meta: AttentionMeta,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    deterministic: bool = False,
+) -> Tensor:
+    """See ``headrace_kernels.ops.uneven_attention``."""
+    check_uneven(query, keys, values, meta, sinks, window)
+    if not _fits(query, keys, values, meta) or quantization(keys):
+        return reference.uneven_attention(
+            query, keys, values, meta.gathered(keys.shape[2]), scale=scale, window=window, softcap=softcap, sinks=sinks,
+            deterministic=deterministic,
+        )  # fmt: skip
+    launch = _Launch(query, keys, values, keys, values, 0, meta, scale, window, softcap, sinks)
+    return launch.run_ordered() if deterministic else launch.run()
+
+
+def _fits(query: Tensor, keys: Tensor, values: Tensor, meta: AttentionMeta) -> bool:
+    known = query.dtype in FLOATS and (keys.dtype in FLOATS or quantization(keys) != 0) and values.dtype is keys.dtype
+    size, rest = values.shape[3], keys.shape[3] - values.shape[3]
+    small = size <= _LARGEST_HEAD and 0 <= rest <= _LARGEST_REST
+    small = small and (keys.shape[1] == 1 or query.shape[1] // keys.shape[1] <= _LARGEST_GROUP)
     starts, lens = meta.query_starts, meta.seq_lens
-    plain = pool.stride(-1) == 1 and starts.is_contiguous() and lens.is_contiguous()
+    plain = keys.stride(-1) == values.stride(-1) == 1 and starts.is_contiguous() and lens.is_contiguous()
     plain = plain and (meta.table_rows is None or meta.table_rows.is_contiguous())
     return known and small and plain
 
@@ -91,29 +117,45 @@ class _Launch:
     def __init__(
         self,
         query: Tensor,
-        pool: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        key_scales: Tensor,
+        value_scales: Tensor,
+        quant: int,
         meta: AttentionMeta,
         scale: float,
         window: int,
         softcap: float,
         sinks: Tensor | None,
-        kv_scale: Tensor | None,
     ) -> None:
-        self.query, self.pool, self.meta, self.kv_scale = rows(query), pool, meta, kv_scale
-        self.tokens, self.heads, self.head_dim = query.shape
-        self.kv_heads, self.block_size = pool.shape[2:4]
+        self.query, self.meta, self.quant = rows(query), meta, quant
+        self.parts = keys, values, key_scales, value_scales
+        self.tokens, self.heads, _ = query.shape
+        self.head_dim = values.shape[3]
+        self.rest = keys.shape[3] - self.head_dim
+        self.kv_heads, self.block_size = keys.shape[1:3]
+        (key_block, key_head, key_slot, _), (value_block, value_head, value_slot, _) = keys.stride(), values.stride()
+        if self.kv_heads == 1 and self.heads > _LARGEST_GROUP:  # in groups that a tile holds, which read the same keys
+            self.kv_heads = next(n for n in range(2, self.heads + 1) if not self.heads % n and self.heads // n <= 64)
+            key_head = value_head = 0
+        self.tables = rows(meta.block_tables)
+        # Of one query token or head, table row, block, head and position, and of the scales of a block.
+        self.strides = (
+            self.query.stride(0), self.query.stride(1), self.tables.stride(0), key_block, key_head, key_slot,
+            value_block, value_head, value_slot, key_scales.stride(0) if quant else 0,
+        )  # fmt: skip
+        self.shared = quant == 0 and keys.data_ptr() == values.data_ptr() and keys.stride() == values.stride()
         self.group = self.heads // self.kv_heads
         self.sequences = meta.seq_lens.shape[0]
         self.window, self.sinks = window, sinks
         self.scale = scale / softcap if softcap else scale * LOG2_E
         self.softcap = softcap * LOG2_E
-        self.tables = rows(meta.block_tables)
         self.table_rows = meta.table_rows
         if self.table_rows is None:
             self.table_rows = torch.arange(self.sequences, dtype=torch.int32, device=query.device)
         self.padded = max(16, power_of_2(self.head_dim))
-        self.compute = _compute_dtype(query.dtype, pool.dtype)
-        self.out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        self.compute = _compute_dtype(query.dtype, keys.dtype)
+        self.out = torch.empty(self.tokens, self.heads, self.head_dim, dtype=query.dtype, device=query.device)
 
     def run(self) -> Tensor:
         """By a plan that all layers of the step with tiles of these sizes share."""
@@ -185,17 +227,17 @@ class _Launch:
         return made
 
     def _attend(self, tiles: Tiles, short: int, *, is_long: bool, zero_tail: bool) -> None:
-        meta, pool, planned = self.meta, self.pool, self._plan(tiles, short, is_long)
+        meta, planned = self.meta, self._plan(tiles, short, is_long)
         attend.attend[(planned.pieces.shape[0], self.kv_heads)](
             self.out, planned.pieces, planned.counters, planned.mixed, planned.peaks, planned.totals, self.query,
-            *halves(pool, self.kv_scale), self._sinks(),
+            *self.parts, self._sinks(),
             meta.query_starts, meta.seq_lens, self.tables, self.table_rows, self.scale, self.softcap, self.window,
-            self.sequences, self.tokens, self.query.stride(0), self.query.stride(1), self.tables.stride(0),
-            pool.stride(1), pool.stride(2), pool.stride(3), 0 if self.kv_scale is None else self.kv_scale.stride(1),
-            HEADS=self.heads, GROUP=self.group, HEAD_DIM=self.head_dim, D_PAD=self.padded, BLOCK_SIZE=self.block_size,
+            self.sequences, self.tokens, *self.strides,
+            HEADS=self.heads, GROUP=self.group, HEAD_DIM=self.head_dim, D_PAD=self.padded, REST=self.rest,
+            REST_PAD=max(16, power_of_2(self.rest)), SHARED=self.shared, BLOCK_SIZE=self.block_size,
             TILE_TOKENS=tiles.tokens, BLOCK_M=tiles.rows, BLOCK_N=tiles.keys, ZERO_TAIL=zero_tail,
             HAS_WINDOW=self.window > 0, HAS_SOFTCAP=self.softcap > 0, HAS_SINKS=self.sinks is not None,
-            QUANT=quantization(pool), COMPUTE=self.compute, PRECISION="ieee", num_warps=tiles.warps,
+            QUANT=self.quant, COMPUTE=self.compute, PRECISION="ieee", num_warps=tiles.warps,
             MOST=_MOST_PIECES, EARLY=launches_early(), num_stages=tiles.stages, launch_pdl=launches_early(),
         )  # fmt: skip
 
@@ -227,16 +269,16 @@ class _Launch:
         split: bool,
         zero_tail: bool,
     ) -> None:
-        meta, pool = self.meta, self.pool
+        meta = self.meta
         ordered.attend_ordered[grid](
-            self.out, *parts, self.query, *halves(pool, self.kv_scale), self._sinks(),
+            self.out, *parts, self.query, *self.parts, self._sinks(),
             meta.query_starts, meta.seq_lens, self.tables, self.table_rows, self.scale, self.softcap, self.window,
-            self.sequences, self.tokens, splits, self.query.stride(0), self.query.stride(1), self.tables.stride(0),
-            pool.stride(1), pool.stride(2), pool.stride(3), 0 if self.kv_scale is None else self.kv_scale.stride(1),
-            HEADS=self.heads, GROUP=self.group, HEAD_DIM=self.head_dim, D_PAD=self.padded, BLOCK_SIZE=self.block_size,
+            self.sequences, self.tokens, splits, *self.strides,
+            HEADS=self.heads, GROUP=self.group, HEAD_DIM=self.head_dim, D_PAD=self.padded, REST=self.rest,
+            REST_PAD=max(16, power_of_2(self.rest)), SHARED=self.shared, BLOCK_SIZE=self.block_size,
             TILE_TOKENS=tiles.tokens, BLOCK_M=tiles.rows, BLOCK_N=tiles.keys,
             CHUNK=CHUNK, SHORT=short, SPLIT=split, ZERO_TAIL=zero_tail, HAS_WINDOW=self.window > 0,
-            HAS_SOFTCAP=self.softcap > 0, HAS_SINKS=self.sinks is not None, QUANT=quantization(pool),
+            HAS_SOFTCAP=self.softcap > 0, HAS_SINKS=self.sinks is not None, QUANT=self.quant,
             COMPUTE=self.compute, PRECISION="ieee", num_warps=tiles.warps, num_stages=tiles.stages,
             enable_fp_fusion=False,
         )  # fmt: skip
@@ -264,9 +306,11 @@ def _short_tiles(launch: _Launch) -> Tiles:
     """Decode reads each key once: the smallest tile of a matrix unit, and enough keys in flight."""
     if launch.compute is tl.float32:
         return _exact_tiles(launch)
+    if launch.padded > 256:
+        return _tiles(launch, 16, 32, 8, 2)
     if launch.padded > 128:
         return _tiles(launch, 16, 64, 8, 2)
-    return _tiles(launch, 16, 64, 8 if quantization(launch.pool) else 4, 3)
+    return _tiles(launch, 16, 64, 8 if launch.quant else 4, 3)
 
 
 def _long_tiles(launch: _Launch) -> Tiles:
@@ -277,6 +321,8 @@ def _long_tiles(launch: _Launch) -> Tiles:
     """
     if launch.compute is tl.float32:
         return _exact_tiles(launch)
+    if launch.padded > 256:
+        return _tiles(launch, 64, 32, 8, 2)
     return _tiles(launch, 64, 64, 4, 2) if launch.padded <= 128 else _tiles(launch, 128, 64, 8, 2)
 
 
@@ -284,9 +330,11 @@ def _ordered_tiles(launch: _Launch, tokens: int) -> Tiles:
     """One shape for prefill and decode, whose tiles hold one token: both do the same operations in the same order."""
     if launch.compute is tl.float32:
         tiles = _exact_tiles(launch)
+    elif launch.padded > 256:
+        tiles = _tiles(launch, 64, 32, 8, 2)
     else:
         wide = launch.padded > 128
-        tiles = _tiles(launch, 64, 32 if wide else 64, 8 if wide or quantization(launch.pool) else 4, 3)
+        tiles = _tiles(launch, 64, 32 if wide else 64, 8 if wide or launch.quant else 4, 3)
     return Tiles(tiles.rows, tokens or tiles.tokens, tiles.keys, tiles.warps, tiles.stages)
 
 

@@ -37,6 +37,24 @@ def write_kv(key: Tensor, value: Tensor, pool: Tensor, slots: Tensor, kv_scale: 
     return None
 
 
+def write_part(new: Tensor, part: Tensor, slots: Tensor) -> None:
+    """See ``headrace_kernels.ops.write_part``."""
+    tokens, heads, size = new.shape
+    fits = new.dtype in FLOATS and part.dtype in FLOATS and slots.dtype is torch.int64
+    if not fits or part.stride(-1) != 1 or _token_size(new) > _LARGEST_TOKEN:
+        return reference.write_part(new, part, slots)
+    if tokens == 0:
+        return None
+    new = rows(new)
+    block, head, slot, _ = part.stride()
+    kernels.write_part[(tokens,)](
+        new, part, slots.contiguous(), new.stride(0), new.stride(1), block, head, slot,
+        HEADS=heads, HEADS_PAD=power_of_2(heads), SIZE=size, SIZE_PAD=power_of_2(size), BLOCK_SIZE=part.shape[2],
+        num_warps=_WARPS,
+    )  # fmt: skip
+    return None
+
+
 def rope_write_kv(
     query: Tensor,
     key: Tensor,

@@ -6,6 +6,7 @@ would be launched. A separate process: test_compiles.py starts it.
 
 import json
 import os
+import re
 from typing import Any
 
 import torch
@@ -14,10 +15,11 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from headrace_kernels import AttentionMeta, DrawOptions
-from headrace_kernels.gpu import attention, cache, draw, elementwise, softmax
+from headrace_kernels.gpu import attention, cache, draw, elementwise, recurrent, scans, softmax
 from headrace_kernels.gpu.availability import EARLY_SWITCH, launches_early
-from headrace_kernels.meta import HeadNorms
+from headrace_kernels.meta import HeadNorms, StateMeta
 
+LOOPS = ("states", "latents of 128 heads", "latents of 16 heads")
 TOKENS, HEADS, KV_HEADS, SIZE, HIDDEN = 64, 32, 8, 16, 4096
 facts: list[dict[str, object]] = []
 label = ""
@@ -51,6 +53,21 @@ def _per_logit(kernel: str, compiled: Any) -> float | None:
     return (last - first) / (8 * 512 / 256)
 
 
+def _loop(compiled: Any) -> tuple[int, int]:
+    """Instructions of the longest innermost loop, of those with products if there are any, and those on the stack."""
+    lines = [line for line in compiled.asm["sass"].splitlines() if line.strip()]
+    labels = {line.split(":")[0].strip(): at for at, line in enumerate(lines) if line.startswith("LBB")}
+    loops = []
+    for at, line in enumerate(lines):
+        jump = re.search(r"BRA.*?(LBB\w+)", line)
+        if jump and labels.get(jump[1], at) < at:
+            loops.append((labels[jump[1]], at))
+    inner = [lines[a:b] for a, b in loops if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in loops)]
+    products = [loop for loop in inner if any("MMA" in line for line in loop)]
+    longest = max(products or inner, key=len, default=[])
+    return len(longest), sum("STL" in line or "LDL" in line for line in longest)
+
+
 def _compile(kernel: Any, grid: tuple[int, ...]) -> Any:
     def launch(*arguments: object, **options: object) -> None:
         compiled = kernel.run(*arguments, grid=grid, warmup=True, **options)
@@ -69,6 +86,7 @@ def _compile(kernel: Any, grid: tuple[int, ...]) -> Any:
                 "waits_first": "ld.global" not in ptx.partition("griddepcontrol.wait")[0],
                 "launches": "griddepcontrol.launch_dependents" in ptx,
                 "per_logit": _per_logit(kernel.fn.__name__, compiled),
+                "loop": _loop(compiled) if label in LOOPS else None,
             }
         )
 
@@ -96,6 +114,49 @@ def _attend(
     attention.paged_attention(query, pool, meta, scale=1.0, **options)
 
 
+def _latents(name: str, heads: int, query_len: int, key: int, value: int, shared: bool, **options: Any) -> None:
+    global label
+    label = name
+    keys = torch.zeros(4, 1, SIZE, key, dtype=torch.bfloat16)
+    values = keys[..., :value] if shared else torch.zeros(4, 1, SIZE, value, dtype=torch.bfloat16)
+    meta = AttentionMeta(
+        torch.arange(3, dtype=torch.int32) * query_len,
+        torch.full((2,), 4096, dtype=torch.int32),
+        torch.zeros(2, 256, dtype=torch.int32),
+        torch.zeros(2 * query_len, dtype=torch.int64),
+        query_len,
+        4096,
+    )
+    query = torch.zeros(2 * query_len, heads, key, dtype=torch.bfloat16)
+    attention.uneven_attention(query, keys, values, meta, scale=1.0, **options)
+
+
+def _states(dtype: torch.dtype) -> None:
+    """Layers with recurrent state of Qwen3.5-9B, Kimi Linear, Nemotron-H and Jamba."""
+    global label
+    label = "states"
+    slots = torch.zeros(TOKENS, dtype=torch.int32)
+    meta = StateMeta(torch.zeros(TOKENS + 1, dtype=torch.int32), slots, slots)
+
+    def new(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=kind)
+
+    recurrent.causal_conv(new(TOKENS, 8192), new(8192, 4), new(4, 3, 8192), meta, None, True)
+    heads, states = new(TOKENS, 64, 128), new(4, 32, 128, 128, kind=torch.float32)
+    query, key, value = heads[:, :16], heads[:, 16:32], heads[:, 32:]
+    for decay in (new(TOKENS, 32, kind=torch.float32), new(TOKENS, 32, 128, kind=torch.float32)):
+        recurrent.delta_rule(query, key, value, decay, new(TOKENS, 32), states, meta)
+    x, key, query = new(TOKENS, 128, 64), new(TOKENS, 8, 128), new(TOKENS, 8, 128)
+    scalars = new(128, kind=torch.float32)
+    pool = new(4, 128, 64, 128, kind=torch.float32)
+    scans.ssd(x, new(TOKENS, 128), scalars, key, query, pool, meta, scalars, scalars)
+    channels, size = new(TOKENS, 8192), new(TOKENS, 16)
+    rates, each = new(8192, 16, kind=torch.float32), new(8192, kind=torch.float32)
+    pool = new(4, 8192, 16, kind=torch.float32)
+    scans.selective_scan(channels, channels, rates, size, size, pool, meta, each, channels, each)
+    scans.gated_rms_norm(heads, heads, new(128), 1e-6)
+
+
 def _rest(dtype: torch.dtype) -> None:
     global label
     label = "rest"
@@ -111,6 +172,7 @@ def _rest(dtype: torch.dtype) -> None:
         scale = torch.zeros(2, 4, KV_HEADS, SIZE) if pool_dtype.itemsize == 1 else None
         pool = torch.zeros(2, 4, KV_HEADS, SIZE, 128).to(pool_dtype)
         cache.write_kv(key, value, pool, slots, scale)
+        cache.write_part(value, pool[0] if scale is None else torch.zeros(4, KV_HEADS, SIZE, 128, dtype=dtype), slots)
         norms = HeadNorms(weight[:128], weight[:128], 1e-5)
         cache.rope_write_kv(query, key, value, cos, cos, pool, slots, scale)
         cache.rope_write_kv(query, key, value, cos, cos, pool, slots, scale, norms)
@@ -133,6 +195,13 @@ if __name__ == "__main__":
     _attend("odd head", 64, 80, torch.float16, torch.float16)
     _attend("exact", 64, 128, torch.float32, torch.float32)
     _rest(half)
+    _states(half)
+    _latents("latents of 128 heads", 128, 1, 576, 512, True)
+    _latents("latents of 16 heads", 16, 1, 576, 512, True)
+    _latents("latents of a prompt", 16, 2048, 576, 512, True)
+    _latents("latents, ordered", 16, 2048, 576, 512, True, deterministic=True)
+    _latents("large keys", 16, 2048, 192, 128, False)
+    _latents("large heads", 8, 2048, 512, 512, False)
     os.environ[EARLY_SWITCH] = "on"
     launches_early.cache_clear()
     _attend("early", 1, 128, half, half)

@@ -66,6 +66,9 @@ def workload() -> list[Prompt]:
         ("qwen3", {"dtype": "float16"}),
         ("gemma2", {"dtype": "bfloat16"}),
         ("mistral", {}),
+        ("deepseek_v3", {"dtype": "bfloat16"}),
+        ("qwen3_5_text", {"dtype": "bfloat16"}),
+        ("bamba", {}),
     ],
 )
 def test_nothing_new_is_compiled_once_it_serves(

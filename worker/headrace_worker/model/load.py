@@ -86,7 +86,7 @@ def load(
     text = text_config(hf_config)
     check_rope(text, config.max_model_len)
     check_limits(text, config.max_model_len)
-    check_recurrent(text, config, place.type)
+    check_recurrent(text, config)
     report("building the model", 0.1)
     model = build_meta(text, dtype, config.trust_remote_code)
     vocab_size = output_rows(model)
@@ -127,10 +127,9 @@ def load(
         facts = facts_job.result()
         facts = replace(facts, defaults=facts.defaults | config.defaults)
     warnings = find_slow_backends() if place.type == "cpu" else []
-    if place.type != "cpu" and any(group.value_dim is not None or group.head_dim > 256 for group in layout.groups):
+    if place.type != "cpu" and getattr(text, "index_topk", None):
         warnings.append(
-            "Attention of this model (to latents, keys larger than values, or heads above 256) is computed by torch on "
-            "GPUs so far, and its steps are not recorded: it is slow."
+            "The indexer of this model is computed by torch on GPUs so far, and its steps are not recorded: it is slow."
         )
     if bf16 and not library.has_bfloat16_products():
         warnings.append("This CPU has no products of bfloat16 (AVX512_BF16): --cpu-arithmetic exact is faster here.")

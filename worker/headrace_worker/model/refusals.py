@@ -242,15 +242,9 @@ def keeps_states(config: Any) -> bool:
     return any(kind in STATE_TYPES for kind in kinds)
 
 
-def check_recurrent(config: Any, replica: ReplicaConfig, device_type: str = "cpu") -> None:
-    """Refuses what is not done with recurrent state. device_type: if it is known. Raises ModelUnsupportedError."""
-    if not keeps_states(config):
-        return
-    if device_type != "cpu":
-        raise ModelUnsupportedError(
-            f"{config.model_type} keeps recurrent state, which is computed on CPUs only so far: use --device cpu."
-        )
-    if replica.kv_offload_memory:
+def check_recurrent(config: Any, replica: ReplicaConfig) -> None:
+    """Refuses what is not done with recurrent state. Raises ModelUnsupportedError."""
+    if keeps_states(config) and replica.kv_offload_memory:
         raise ModelUnsupportedError(
             f"{config.model_type} keeps recurrent state, which does not go to host memory yet: leave "
             "--kv-offload-memory out."

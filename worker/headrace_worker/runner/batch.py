@@ -73,24 +73,24 @@ class HostBatch:
             self.changed_places,
             self.changed_blocks,
             self.state_starts,
-            self.state_slots,
+            *self.state_slots,
             *self.slots,
         ]
 
     def over(self, tensors: Sequence[Tensor], tables: Tensor) -> Batch:
         """A batch of `arrays` that were copied to the device, where all rows' tables are."""
         token_rows, positions, sample_index, drawn_rows, drawn_positions, scored, *rest = tensors
-        query_starts, seq_lens, rows, places, blocks, state_starts, state_slots, *rest = rest
+        query_starts, seq_lens, rows, places, blocks, *pieces = rest[:8]
         metas = [
             AttentionMeta(query_starts, seq_lens, table, slots, self.max_query_len, self.max_seq_len, rows)
-            for table, slots in zip(tables, rest, strict=True)
+            for table, slots in zip(tables, rest[8:], strict=True)
         ]
         return Batch(
             token_rows,
             positions,
             metas,
             (places, blocks),
-            StateMeta(state_starts, state_slots[0], state_slots[1]),
+            StateMeta(*pieces),
             sample_index,
             drawn_rows,
             drawn_positions,

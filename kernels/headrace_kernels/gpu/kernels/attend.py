@@ -17,8 +17,10 @@ from headrace_kernels.gpu.kernels.plan import FIELDS
 def attend(
     out, pieces, counters, part_mixed, part_peak, part_total, query, keys, values, key_scales, value_scales, sinks,
     query_starts, seq_lens, tables, table_rows, scale, softcap, window, num_seqs, num_tokens,
-    query_token, query_head, table_stride, block_stride, head_stride, slot_stride, scale_block_stride,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    query_token, query_head, table_stride, block_stride, head_stride, slot_stride, value_block, value_head, value_slot,
+    scale_block_stride,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, REST: tl.constexpr,
+    REST_PAD: tl.constexpr, SHARED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TILE_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ZERO_TAIL: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     QUANT: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, MOST: tl.constexpr, EARLY: tl.constexpr,
@@ -62,16 +64,22 @@ def attend(
     known = (row < TILE_TOKENS * GROUP) & (token < query_len)
     position = seq_len - query_len + token
     q = load_query(query, start + token, head, known, query_token, query_head, HEAD_DIM, D_PAD, COMPUTE)
+    q_rest = q
+    if REST:
+        q_rest = load_query(
+            query + HEAD_DIM, start + token, head, known, query_token, query_head, REST, REST_PAD, COMPUTE
+        )
     table = tables + tl.load(table_rows + seq).to(tl.int64) * table_stride
     keys += kv_head.to(tl.int64) * head_stride
-    values += kv_head.to(tl.int64) * head_stride
+    values += kv_head.to(tl.int64) * value_head
     if QUANT:
         key_scales += kv_head * BLOCK_SIZE
         value_scales += kv_head * BLOCK_SIZE
     mixed, peak, total = attend_tiles(
-        q, position, first_tile, end_tile, low, end, table, keys, values, key_scales, value_scales, scale, softcap,
-        window, block_stride, slot_stride, scale_block_stride,
-        HEAD_DIM, D_PAD, BLOCK_SIZE, BLOCK_M, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, QUANT, COMPUTE, PRECISION,
+        q, q_rest, position, first_tile, end_tile, low, end, table, keys, values, key_scales, value_scales, scale,
+        softcap, window, block_stride, slot_stride, value_block, value_slot, scale_block_stride,
+        HEAD_DIM, D_PAD, REST, REST_PAD, BLOCK_SIZE, BLOCK_M, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, SHARED, QUANT,
+        COMPUTE, PRECISION,
     )  # fmt: skip
     if count > 1:
         part = (slot.to(tl.int64) * heads + kv_head) * BLOCK_M + row

@@ -95,13 +95,16 @@ def load_query(
 
 @triton.jit
 def attend_tiles(
-    q, position, first_tile, last_tile, low, end, table, keys, values, key_scales, value_scales, scale, softcap, window,
-    block_stride, slot_stride, scale_block_stride,
-    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, QUANT: tl.constexpr, COMPUTE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    q, q_rest, position, first_tile, last_tile, low, end, table, keys, values, key_scales, value_scales, scale, softcap,
+    window, block_stride, slot_stride, value_block, value_slot, scale_block_stride,
+    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, REST: tl.constexpr, REST_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    SHARED: tl.constexpr, QUANT: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax of query rows [M, D] over key tiles [first_tile, last_tile) -> (mixed [M, D], peak, total)."""
+    """Online softmax of query rows [M, D] over key tiles [first_tile, last_tile) -> (mixed [M, D], peak, total).
+
+    Keys, and with them queries (q_rest [M, R]), have REST more numbers than values. SHARED: the others are the value.
+    """
     d = tl.arange(0, D_PAD)
     lane = tl.arange(0, BLOCK_N)
     mixed = tl.full([BLOCK_M, D_PAD], 0.0, tl.float32)
@@ -114,6 +117,9 @@ def attend_tiles(
         offset = block * block_stride + (n % BLOCK_SIZE) * slot_stride
         key = widen(load_tile(keys, offset, live, d, HEAD_DIM, D_PAD), QUANT, COMPUTE)
         scores = tl.dot(q, tl.trans(key), input_precision=PRECISION)
+        if REST:
+            rest = widen(load_tile(keys + HEAD_DIM, offset, live, tl.arange(0, REST_PAD), REST, REST_PAD), 0, COMPUTE)
+            scores = tl.dot(q_rest, tl.trans(rest), scores, input_precision=PRECISION)
         if QUANT:
             place = block * scale_block_stride + n % BLOCK_SIZE
             key_scale = tl.load(key_scales + place, mask=live, other=0.0)
@@ -134,7 +140,10 @@ def attend_tiles(
         total = total * shrink + tl.sum(weights, 1)
         mixed = mixed * shrink[:, None]
         peak = top
-        value = widen(load_tile(values, offset, live, d, HEAD_DIM, D_PAD), QUANT, COMPUTE)
+        value = key
+        if not SHARED:
+            place_of_value = block * value_block + (n % BLOCK_SIZE) * value_slot
+            value = widen(load_tile(values, place_of_value, live, d, HEAD_DIM, D_PAD), QUANT, COMPUTE)
         if QUANT:
             value_scale = tl.load(value_scales + place, mask=live, other=0.0)
             if QUANT == 2:

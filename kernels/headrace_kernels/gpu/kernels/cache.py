@@ -203,3 +203,21 @@ def rope_write_kv(
                     value + token * value_token, value_head, values, value_scales, slot, block_stride, head_stride,
                     slot_stride, scale_block_stride, KV_HEADS, K_PAD, HEAD_DIM, D_PAD, BLOCK_SIZE, QUANT,
                 )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["row_stride"])
+def write_part(
+    rows, part, slots, row_stride, row_head, block_stride, head_stride, slot_stride,
+    HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """rows [T, K, D] into keys or values [B, K, P, D]. Grid: (tokens)."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token)
+    if slot < 0:
+        return
+    k = tl.arange(0, HEADS_PAD)[:, None]
+    d = tl.arange(0, SIZE_PAD)[None, :]
+    mask = (k < HEADS) & (d < SIZE)
+    value = tl.load(rows + token * row_stride + k * row_head + d, mask=mask)
+    into = part + slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * slot_stride + k * head_stride + d
+    tl.store(into, value.to(part.dtype.element_ty), mask=mask)
