@@ -4,7 +4,8 @@
 
 The engine's scheduler and KV manager over a trace of conversations, without a model: 48 conversations at a time, each
 with one of 8 system prompts; half of them drop the reasoning of their answers from the history. The sizes are those of
-Qwen3.5: 9B has 24 recurrent and 8 attention layers, 35B-A3B 30 and 10.
+Qwen3.5: 9B has 24 recurrent and 8 attention layers, 35B-A3B 30 and 10. With half of the memory for states, and with
+one snapshot for each row, and host memory for 300 snapshots and as many bytes of blocks.
 """
 
 import argparse
@@ -27,11 +28,13 @@ from headrace_worker.core.plan import RowSampling, StepPlan, StepResult
 from headrace_worker.core.request import Request
 from headrace_worker.core.scheduler import Scheduler
 from headrace_worker.core.scheduler_limits import SchedulerLimits
+from headrace_worker.core.transfer.orders import ChunkRead, Load, Store
 
 BLOCK_SIZE = 16
 MEMORY = 20 << 30
 ACTIVE = 48  # conversations, and rows of the engine
 LONGEST = 32_768
+HOST_STATES = 300
 
 
 @dataclass(frozen=True)
@@ -83,9 +86,11 @@ class TraceRunner:
 
     def __init__(self) -> None:
         self.answers: dict[bytes, list[int]] = {}
+        self.copies: list[Load | Store] = []  # to report
         self._rows: dict[int, tuple[int, list[int]]] = {}  # prompt length and answer
 
     def launch(self, plan: StepPlan) -> StepResult:
+        self.copies += [order for order in plan.orders if isinstance(order, Load | Store)]
         for init in plan.inits:
             prompt = init.token_ids[: init.prompt_len]
             self._rows[init.row] = init.prompt_len, self.answers[_key(prompt)]
@@ -106,11 +111,21 @@ def _key(tokens: list[int]) -> bytes:
     return len(tokens).to_bytes(4) + repr(tokens[-64:]).encode()
 
 
-def replay(sizes: Sizes, running: int, states: bool) -> tuple[float, int, int]:
-    """The share of the prompts' tokens that hit the cache, the slots, and the number of requests."""
+def replay(sizes: Sizes, running: int, *, states: bool, host: bool = False) -> tuple[float, int, int]:
+    """The share of the prompts' tokens that hit the cache, the slots, and the number of requests.
+
+    host: with host memory, and few snapshots beside the running requests.
+    """
     layout = sizes.layout(states)
-    limits = {"device_type": "cuda", "max_num_seqs": ACTIVE, "max_model_len": LONGEST, "free": MEMORY}
-    size = size_kv(layout, **limits, kv_cache_memory=MEMORY)  # type: ignore[arg-type]
+    size = size_kv(
+        layout,
+        device_type="cuda",
+        max_num_seqs=ACTIVE,
+        max_model_len=LONGEST,
+        kv_cache_memory=MEMORY,
+        state_snapshots=ACTIVE if host else None,
+        free=MEMORY,
+    )
     kv = KVManager(
         layout,
         size.num_blocks,
@@ -121,7 +136,16 @@ def replay(sizes: Sizes, running: int, states: bool) -> tuple[float, int, int]:
     )
     runner = TraceRunner()
     scheduler = Scheduler(SchedulerLimits(size.max_num_seqs, 8192, ReplicaConfig.max_waiting), kv, time.monotonic)
-    engine = Engine(scheduler, runner, time.monotonic)
+    host_states = HOST_STATES if host else 0
+    host_slots = host_states * layout.state_bytes // layout.block_bytes
+    engine = Engine(scheduler, runner, time.monotonic, host_slots=host_slots, host_states=host_states)
+
+    def step() -> None:
+        engine.step()
+        copies, runner.copies = runner.copies, []
+        for order in copies:
+            engine.exchange.handle_report(ChunkRead(0, order.fetch, 0, True))
+
     hits = total = count = 0
     trace, open_requests = conversations(), list[Request]()
     for prompt, answer in trace:
@@ -140,14 +164,14 @@ def replay(sizes: Sizes, running: int, states: bool) -> tuple[float, int, int]:
         open_requests.append(request)
         count, total = count + 1, total + len(prompt)
         while len(open_requests) >= running:
-            engine.step()
+            step()
             for done in [request for request in open_requests if request.finish is not None]:
                 hits += done.cached_tokens
                 open_requests.remove(done)
-    while engine.has_work:
-        engine.step()
+    while engine.has_work or engine.exchange.busy:
+        step()
     hits += sum(request.cached_tokens for request in open_requests)
-    scheduler.check()
+    scheduler.check(engine.exchange.held(), engine.exchange.held_slots())
     return hits / total, size.state_slots, count
 
 
@@ -161,13 +185,15 @@ def main() -> None:
     for name in args.models.split(","):
         full, _, count = replay(MODELS[name], args.running, states=False)
         hybrid, slots, _ = replay(MODELS[name], args.running, states=True)
+        host, few, _ = replay(MODELS[name], args.running, states=True, host=True)
         results[name] = {
             "requests": count, "running": args.running, "slots": slots, "full": full, "hybrid": hybrid,
-            "share": hybrid / full,
+            "share": hybrid / full, "host": host, "host_slots": few, "host_share": host / full,
         }  # fmt: skip
         print(
             f"{name}: {count} requests, {args.running} at a time, 20 GiB: {full:.3f} of the tokens of prompts hit with "
-            f"full attention, {hybrid:.3f} with {slots} slots of recurrent state: {hybrid / full:.3f} of it",
+            f"full attention, {hybrid:.3f} with {slots} slots of recurrent state: {hybrid / full:.3f} of it; "
+            f"{host:.3f} with {few} slots and {HOST_STATES} in host memory: {host / full:.3f} of it",
             flush=True,
         )
     if args.save:

@@ -57,6 +57,7 @@ def test_no_schedule_of_requests_violates_an_invariant(first: int) -> None:
         assert total["disconnected"] and total["deadline"] and total["moved"] > SHARE // 2
         assert total["sources_chosen"] > SHARE // 8, "production's policy chose no prefill replica"
         assert total["loaded"] > 0 and total["filled"] > 0, "no evicted block came back from host memory, or from disk"
+        assert total["loaded_with_states"] > 0, "no snapshot of state came back from host memory"
         assert total["stalled"] > 0, "no stalled replica lost its attempts"
 
 

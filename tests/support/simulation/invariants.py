@@ -21,6 +21,11 @@ class Invariants:
         """After every command and every step. Raises."""
         exchange, pool, states = self._replica.engine.exchange, self._replica.kv.pool, self._replica.kv.states
         self._replica.scheduler.check(exchange.held(), exchange.held_slots())
+        for worker in self._replica.ranks.transfer_workers:
+            loads, windows = worker.states_in_loads(), len(worker.shadow.windows)
+            blocks = {block for load in worker.loading for row in load.blocks[:windows] for block in row}
+            if loads - set(exchange.offload.held_slots()) or blocks - set(exchange.offload.held()):
+                raise InvariantViolation(f"loads may still write {loads | blocks}, but they are not all held")
         for exposure in self._replica.ranks.exposures.values():
             loose = exposure.blocks - set(exchange.fetcher.held()) - pool._quarantined
             if states is not None:
@@ -71,7 +76,8 @@ class Invariants:
             "running": len(self._replica.scheduler.running),
             "exposed chunks": len(self._replica.ranks.exposures),
             "copies of evicted blocks": len(exchange.offload._copying),
-            "pinned slots": len(exchange.offload.slots._pins) + len(exchange.offload.files._pins),
+            "pinned slots": len(exchange.offload.files._pins)
+            + sum(len(tier.slots._pins) for tier in exchange.offload.tiers),
         }
         known = {peer.number for peer in exchange.fetcher.peers._peers.values()}
         known |= {peer.number for peer in exchange.granter._peers.values()}

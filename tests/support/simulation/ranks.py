@@ -110,7 +110,7 @@ class SimRanks:
         return launched
 
     def draw(self, handle: _Launched, masks: Mapping[int, Mask]) -> None:
-        raise InvariantViolation("a step is guided, and no simulated request is")
+        self._world.fail("a step is guided, and no simulated request is")
 
     def collect(self, handle: _Launched) -> StepResult:
         self._spend()
@@ -149,7 +149,7 @@ class SimRanks:
             row = rows[work.row]
             stop = work.start + work.count
             if stop > len(row.tokens):
-                raise InvariantViolation("a plan computes positions whose tokens do not exist")
+                self._world.fail("a plan computes positions whose tokens do not exist")
             mine = [dict(tables[group, work.row]) for group in range(self._groups)]
             row.invalid = row.invalid or fails
             if self._states is not None:
@@ -157,19 +157,18 @@ class SimRanks:
             tasks.append(Task(work.start, stop, row.tags[:stop], mine, row.invalid))
             if work.sample:
                 if stop != len(row.tokens):
-                    raise InvariantViolation("a token is sampled before its predecessors are computed")
+                    self._world.fail("a token is sampled before its predecessors are computed")
                 token = INVALID_TOKEN if row.invalid else next_token(row.tags[-1])
                 row.tokens.append(token)
                 row.tags.append(next_tag(row.tags[-1], token))
                 sampled.append(token)
         return _Launched(plan, tasks, StepResult(plan.step, sampled, {}, {}), fails)
 
-    @staticmethod
-    def _advance_state(states: dict[int, int], work: Work, row: _Row) -> None:
+    def _advance_state(self, states: dict[int, int], work: Work, row: _Row) -> None:
         """The pieces of a row read and write slots."""
         before = row.tags[work.start - 1] if work.start else 0
         if not row.invalid and states.get(work.state_read) != before:
-            raise InvariantViolation(f"row {work.row} reads the state of another prefix in slot {work.state_read}")
+            self._world.fail(f"row {work.row} reads the state of another prefix in slot {work.state_read}")
         for end, slot in work.state_writes:
             states[slot] = INVALID if row.invalid else row.tags[end - 1]
         if (
@@ -177,7 +176,7 @@ class SimRanks:
             or work.state_writes[-1][0] != work.start + work.count
             or not all(slot for _, slot in work.state_writes)
         ):
-            raise InvariantViolation("a row's state is not kept")
+            self._world.fail("a row's state is not kept")
 
     def _advance(self, rank: int, count: int) -> None:
         for _ in range(min(count, len(self._pending[rank]))):
@@ -190,11 +189,12 @@ class SimRanks:
         if launched.tasks:
             alone = worker.blocks_in_transfer()
             for task in launched.tasks:
-                both = worker.shadow.compute(task) & alone
+                try:
+                    both = worker.shadow.compute(task) & alone
+                except InvariantViolation as violation:  # the engine would take it for a step that failed
+                    self._world.fail(str(violation))
                 if both:
-                    raise InvariantViolation(
-                        f"a step on rank {rank} writes blocks {both} that are still being transferred"
-                    )
+                    self._world.fail(f"a step on rank {rank} writes blocks {both} that are still being transferred")
         if gate is not None:
             gate.opened = True
         worker.opened()

@@ -52,6 +52,7 @@ class Shape:
     revision: str = "r"
     host_slots: int = 0  # for evicted blocks
     places: int = 0  # for them in the ranks' files
+    host_states: int = 0  # for evicted snapshots
 
 
 class SimReplica:
@@ -86,7 +87,8 @@ class SimReplica:
         )
         layout = model.layout
         scope = ModelScope("m", "r", "float32", "float32")
-        slots = 1 + (SLOTS_PER_ROW + 1) * shape.rows if model.states else 1
+        snapshots = 1 if shape.host_states else shape.rows  # beside the rows' own slots
+        slots = 1 + SLOTS_PER_ROW * shape.rows + snapshots if model.states else 1
         self.kv = KVManager(layout, shape.blocks, BlockHasher(KEY), scope, slots, shape.rows)
         limits = SchedulerLimits(shape.rows, shape.budget, max_waiting=64, batches=shape.pp)
         self.scheduler = Scheduler(limits, self.kv, self.clock)
@@ -99,6 +101,7 @@ class SimReplica:
             max(shape.depth, shape.pp - 1),
             len(ranks),
             shape.host_slots,
+            shape.host_states,
             Slots(shape.places, [(place, content) for place, (content, _) in disks[0].items()]),
         )
         if shape.host_slots:

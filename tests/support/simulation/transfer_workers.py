@@ -31,6 +31,7 @@ from support.simulation.world import InvariantViolation, Owner, World
 
 Notice = tuple[bytes, int, int]  # the source's agent, fetch, chunk
 Pieces = dict[tuple[int, int], Cell]  # of a block, by layer and head
+STATE = (-1, -1)  # of a snapshot, in place of layer and head: its one tag
 Disk = dict[int, tuple[Content, Pieces]]  # a rank's file: by place
 
 
@@ -157,9 +158,14 @@ class SimTransferWorker:
 
     def blocks_in_transfer(self) -> set[int]:
         """Blocks that the worker may still write."""
-        loads = {block for order in self.loading for row in order.blocks for block in row}
         groups = len(self.shadow.windows)
+        loads = {block for order in self.loading for row in order.blocks[:groups] for block in row}
         return loads | {block for reading in self.reading for row in reading.order.mine[:groups] for block in row}
+
+    def states_in_loads(self) -> set[int]:
+        """Slots of states that loads may still write."""
+        groups = len(self.shadow.windows)
+        return {slot for order in self.loading for row in order.blocks[groups:] for slot in row}
 
     def _copy(self, order: Load | Store) -> None:
         """Within this rank: each block leaves one memory and reaches the other at times of its own."""
@@ -172,8 +178,11 @@ class SimTransferWorker:
 
         def leave(group: int, slot: int, block: int) -> None:
             empty = [NOTHING] * self.shadow.block_size
-            cells, parts = self.shadow.cells, self.shadow.parts[group]
-            if isinstance(order, Store):
+            is_state = group == len(self.shadow.windows)
+            cells, parts = self.shadow.cells, self.shadow.parts[group] if not is_state else []
+            if isinstance(order, Store) and is_state:
+                pieces = {STATE: [self.shadow.states.get(block, NOTHING)]}
+            elif isinstance(order, Store):
                 pieces = {part: list(cells[part].get(block, empty)) for part in parts}
             else:
                 pieces = dict(self._host[group, slot])
@@ -186,7 +195,10 @@ class SimTransferWorker:
                 self._host[group, slot] = pieces
             else:
                 for part, cell in pieces.items():
-                    self.shadow.cells[part][block] = list(cell)
+                    if part == STATE:
+                        self.shadow.states[block] = cell[0]
+                    else:
+                        self.shadow.cells[part][block] = list(cell)
             if not left:
                 if isinstance(order, Load):
                     self.loading.remove(order)

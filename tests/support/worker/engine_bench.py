@@ -40,7 +40,8 @@ class Bench:
     @property
     def indexed_digests(self) -> set[bytes]:
         """Of the contents that requests can find."""
-        return set(self.kv.pool._by_digest)
+        states = self.kv.states
+        return set(self.kv.pool._by_digest) | set(states.pool._by_digest if states is not None else ())
 
     def request(
         self,
@@ -100,12 +101,14 @@ def make_bench(
     batches: int = 1,
     state_slots: int = 0,
     host_slots: int = 0,
+    host_states: int = 0,
     files: Slots | None = None,
 ) -> Any:
     """A `Bench`, typed as Any because tests replace its parts.
 
     windows: one per cache group. budget: tokens of a step. depth: of the loop. batches: as many are in flight, if > 1.
-    state_slots: of a model with recurrent layers. host_slots, files: for evicted blocks, copied by the test.
+    state_slots: of a model with recurrent layers. host_slots, host_states, files: for what is evicted,
+    copied by the test.
     """
     layout = make_layout(windows, block_size, bool(state_slots))
     clock = Clock()
@@ -113,7 +116,6 @@ def make_bench(
     kv = KVManager(layout, num_blocks, BlockHasher(derive_key(b"k")), scope, state_slots, max_num_seqs)
     scheduler = Scheduler(SchedulerLimits(max_num_seqs, budget, max_waiting, batches=batches), kv, clock)
     runner = FakeRunner(layout) if batches == 1 else PipelineRunner(layout, batches=batches)
-    engine = Engine(
-        scheduler, runner, clock, depth if batches == 1 else batches - 1, host_slots=host_slots, files=files
-    )
+    depth = depth if batches == 1 else batches - 1
+    engine = Engine(scheduler, runner, clock, depth, host_slots=host_slots, host_states=host_states, files=files)
     return Bench(engine, runner, scheduler, kv, clock)

@@ -190,10 +190,19 @@ def test_kimi_delta_attention() -> None:
     torch.testing.assert_close(torch.cat(found, 1), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_host_memory_for_states_is_refused(tiny: Callable[[str], Path]) -> None:
-    config = replica_config(tiny("qwen3_next"), kv_offload_memory=1 << 30)
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"kv_offload_dir": "kv"}, "but not to disk yet: leave --kv-offload-dir out"),
+        ({"state_snapshots": 0}, "beside those of running requests: give --state-snapshots 1 or more"),
+    ],
+)
+def test_states_on_disk_or_without_a_slot_are_refused(
+    options: dict[str, Any], sentence: str, tiny: Callable[[str], Path]
+) -> None:
+    config = replica_config(tiny("qwen3_next"), kv_offload_memory=1 << 30, **options)
     headers = read_headers(resolve(config.source, "auto", None))
-    with pytest.raises(ModelUnsupportedError, match="does not go to host memory yet: leave --kv-offload-memory out"):
+    with pytest.raises(ModelUnsupportedError, match=sentence):
         check_length(config, headers)
 
 

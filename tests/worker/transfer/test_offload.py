@@ -1,4 +1,4 @@
-"""KV blocks that leave the cache for host memory and disk, and come back: one engine, whose copies the test makes."""
+"""KV blocks and states that leave the cache for host memory and disk, and come back: the test makes the copies."""
 
 from collections.abc import Callable
 from random import Random
@@ -42,14 +42,14 @@ class Host:
         for output in self.bench.engine.step():
             self.emitted.setdefault(output.attempt_id, []).extend(output.token_ids)
         exchange = self.bench.engine.exchange
-        self.bench.scheduler.check(exchange.held())
+        self.bench.scheduler.check(exchange.held(), exchange.held_slots())
         while self.pending and (self.random is None or self.random.random() < 0.5) and not self.hangs:
             order = self.pending.pop(0)
             bad: list[int] = []
             good = self._copy(order) if isinstance(order, Load | Store) else self._file(order, bad)
             self.bench.clock.now += self.seconds
             exchange.handle_report(ChunkRead(0, order.fetch, 0, good, 0, self.seconds, tuple(bad)))
-            self.bench.scheduler.check(exchange.held())
+            self.bench.scheduler.check(exchange.held(), exchange.held_slots())
         self.changes += self.bench.engine.take_cache_changes()
         self.bench.clock.now += 0.01
 
@@ -67,9 +67,15 @@ class Host:
         return self.disk_good and not bad
 
     def _copy(self, order: Load | Store) -> bool:
-        slots = self.bench.runner.slots
+        slots, states = self.bench.runner.slots, self.bench.runner.states
         for group, (blocks, places) in enumerate(zip(order.blocks, order.slots, strict=True)):
             for block, place in zip(blocks, places, strict=True):
+                if group == len(self.bench.kv.windows):
+                    if isinstance(order, Store):
+                        self.memory[group, place, 0] = states[block]
+                    else:
+                        states[block] = self.memory[group, place, 0]
+                    continue
                 for offset in range(SIZE):
                     if isinstance(order, Store):
                         self.memory[group, place, offset] = slots[group, block, offset]
@@ -105,7 +111,8 @@ def check_changes(host: Host) -> None:
     offload, cached = host.bench.engine.exchange.offload, host.bench.indexed_digests
     assert {digest for digest, change in known.items() if change.stored} == cached
     offloaded = {digest for digest, change in known.items() if change.offloaded}
-    assert offloaded == (digests(offload.slots) | digests(offload.files)) - cached
+    held = digests(offload.files).union(*(digests(tier.slots) for tier in offload.tiers))
+    assert offloaded == held - cached
 
 
 def evicted(host: Host) -> tuple[Request, list[int]]:
@@ -146,7 +153,7 @@ def test_others_are_told_when_a_block_has_left_both(make_host: Callable[..., Hos
     for seed in range(12):
         host.run(host.bench.request(prompt(seed), 2))
     check_changes(host)
-    assert len(host.bench.engine.exchange.offload.slots) == 12
+    assert len(host.bench.engine.exchange.offload.tiers[0].slots) == 12
 
 
 def test_a_load_that_takes_longer_than_computing_is_not_tried_again(make_host: Callable[..., Host]) -> None:
@@ -198,7 +205,7 @@ def test_a_long_prompt_is_looked_up_in_linear_time(make_host: Callable[..., Host
             lookups += 1
             return 1 if digest in set(chain.digests[0]) else None
 
-    offload.slots = Counting(4000)
+    offload.tiers[0].slots = Counting(4000)
     host.bench.kv.pool.find = lambda digest, tokens: None
     assert not offload.begin(host.bench.request(prompt(1, 4001)), 1.0, 0)
     assert 1000 <= lookups <= 2100
@@ -289,26 +296,116 @@ def test_what_is_in_doubt_is_not_loaded_again(make_host: Callable[..., Host], pl
     while again.table is None:
         host.step()
     offload = host.bench.engine.exchange.offload
-    assert again.cached_tokens == 40 and offload.slots.find(first.chain.digests[0][0], first.chain.packed[0])
+    assert again.cached_tokens == 40 and offload.tiers[0].slots.find(first.chain.digests[0][0], first.chain.packed[0])
     host.bench.kv.forget(again.table, again.chain)
     host.bench.engine.cancel(again.attempt_id)
     host.run()
-    assert not any(digest in offload.slots or digest in offload.files for digest in first.chain.digests[0][:10])
+    assert not any(
+        digest in offload.tiers[0].slots or digest in offload.files for digest in first.chain.digests[0][:10]
+    )
     assert not {entry[0][1] for entry in host.disk.values()} & set(first.chain.digests[0][:10])
     check_changes(host)
 
 
+STATES = {"state_slots": 1 + 2 + 2, "max_num_seqs": 1, "host_states": 100}  # room for one request, and two snapshots
+
+
+def evicted_states(host: Host) -> tuple[Request, list[int]]:
+    """The first prompt's request and answer, when the snapshots of both are in host memory alone."""
+    first, wanted = evicted(host)
+    assert host.bench.kv.lookup(first.chain, 40).tokens == 0
+    return first, wanted
+
+
+@pytest.mark.parametrize("windows", [(0,), (0, 8), (8,)])
+@pytest.mark.parametrize("num_blocks", [41, 400])
+def test_a_state_comes_back_with_its_blocks(
+    make_host: Callable[..., Host], windows: tuple[int, ...], num_blocks: int
+) -> None:
+    """With 400 blocks the keys and values are all there still: the state alone comes back."""
+    host = make_host(windows=windows, num_blocks=num_blocks * len(windows), host_slots=1000, **STATES)
+    bench = host.bench
+    first, wanted = evicted_states(host)
+    turn = [*first.tokens, 5, 6, 7]
+    second = bench.request(turn, 4)
+    host.run(second)
+    assert second.cached_tokens == 44, "the newest state of the answer: all of its tokens but the last one are computed"
+    alone = make_bench(windows=windows, num_blocks=400, state_slots=20, max_num_seqs=1)
+    other = alone.request(turn, 4)
+    assert alone.run([other])[other.attempt_id] == host.emitted[second.attempt_id]
+    assert wanted == first.tokens[41:]
+    again = bench.request(prompt(1), 4)
+    assert host.run(again)[again.attempt_id] == wanted and again.cached_tokens == 36, "a block before the prompt's end"
+    check_changes(host)
+
+
+def test_the_states_of_an_earlier_turn_are_replaced_first(make_host: Callable[..., Host]) -> None:
+    """Host memory keeps the state that a conversation continues from, whatever many turns have left."""
+    host = make_host(num_blocks=400, **STATES | {"host_states": 6})
+    other = host.bench.request(prompt(50), 4)
+    host.run(other)
+    history = prompt(1)
+    for turn in range(8):
+        request = host.bench.request(history, 4)
+        host.run(request)
+        history = request.tokens + prompt(100 + turn, 9)
+    follow = host.bench.request([*other.tokens, 5, 6, 7], 4)
+    host.run(follow)
+    assert follow.cached_tokens == 44
+    check_changes(host)
+
+
+def test_the_progress_of_an_answer_is_not_copied(make_host: Callable[..., Host]) -> None:
+    """Each state of it replaces the one before: one of the prompt is stored, and the last one of the answer."""
+    host = make_host(num_blocks=400, **STATES)
+    request = host.bench.request(prompt(1), 60)
+    host.run(request)
+    host.run(host.bench.request(prompt(2), 1), host.bench.request(prompt(3), 1))
+    states = host.bench.engine.exchange.offload.tiers[1].slots
+    chain = request.chain
+    kept = [index + 1 for index, digest in enumerate(chain.digests[1]) if digest in states]
+    assert kept == [9, 25]
+
+
+def test_a_load_leaves_the_slots_of_running_requests(make_host: Callable[..., Host]) -> None:
+    """Without a slot beside those of the rows no state comes back, and the prompt is computed."""
+    host = make_host(num_blocks=400, **STATES | {"state_slots": 3})
+    _, wanted = evicted_states(host)
+    again = host.bench.request(prompt(1), 4)
+    assert host.run(again)[again.attempt_id] == wanted and again.cached_tokens == 0
+
+
+def test_a_state_in_doubt_is_not_loaded_again(make_host: Callable[..., Host]) -> None:
+    """Also if it is in host memory alone when the request that started from it fails, or on its way to the pool."""
+    host = make_host(num_blocks=400, **STATES)
+    first, _ = evicted_states(host)
+    tier = host.bench.engine.exchange.offload.tiers[1]
+    host.random = Random(1)
+    host.random.random = lambda: 1.0  # type: ignore[method-assign]  # no copy is made
+    again = host.bench.request(prompt(1), 4)
+    assert host.bench.engine.submit(again) is None and host.bench.engine.exchange.offload.held_slots()
+    host.bench.kv.forget(host.bench.kv.new_table(host.bench.kv.lookup(first.chain, 0)), first.chain)
+    host.step()
+    host.random = None
+    host.run()
+    assert again.cached_tokens == 0 and not any(digest in tier.slots for digest in first.chain.digests[1][:8])
+    check_changes(host)
+
+
+@pytest.mark.parametrize("recurrent", [False, True])
 @pytest.mark.parametrize("seed", range(90))
-def test_random_work_gives_the_same_tokens(make_host: Callable[..., Host], seed: int) -> None:
+def test_random_work_gives_the_same_tokens(make_host: Callable[..., Host], seed: int, recurrent: bool) -> None:
     """Copies late or at once, requests cancelled at any time, small and large host memory, full and windowed groups."""
     random = Random(seed)
     windows = random.choice([(0,), (0, 8), (8,)])
+    states = {"state_slots": 17 + random.choice((1, 6, 20)), "host_states": random.choice((2, 9, 90))}
     host = make_host(
         random,
         windows=windows,
         num_blocks=random.choice((30, 60)) * len(windows),
         host_slots=random.choice((7, 40, 400)),
-        files=Slots(random.choice((0, 9, 80, 800))),
+        files=Slots(random.choice((0, 9, 80, 800)) * (not recurrent)),
+        **states if recurrent else {},
     )
     bench = host.bench
     bodies = [prompt(number, random.randrange(6, 60)) for number in range(6)]
@@ -324,7 +421,7 @@ def test_random_work_gives_the_same_tokens(make_host: Callable[..., Host], seed:
         host.step()
     host.random = None
     emitted = host.run()
-    alone = make_bench(windows=windows, num_blocks=400)
+    alone = make_bench(windows=windows, num_blocks=400, state_slots=40 if recurrent else 0)
     for request in running:
         if request.finish is Finish.LENGTH:
             other = alone.request(request.tokens[: request.prompt_len], 4)
@@ -332,5 +429,6 @@ def test_random_work_gives_the_same_tokens(make_host: Callable[..., Host], seed:
         else:
             assert request.finish is Finish.CANCELLED
     offload = bench.engine.exchange.offload
-    assert bench.kv.pool.used == 0 and not offload.slots._pins and not offload.files._pins
+    assert not any(tier.pool.used for tier in offload.tiers)
+    assert not any(slots._pins for slots in (offload.files, *(tier.slots for tier in offload.tiers)))
     check_changes(host)

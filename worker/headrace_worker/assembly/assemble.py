@@ -9,6 +9,7 @@ from typing import TypeVar
 from headrace_proto.block_hash import BlockHasher
 from headrace_proto.quantities import size_text
 from headrace_worker.assembly.command_queue import CommandQueue
+from headrace_worker.assembly.offload import HostSlots, host_slots
 from headrace_worker.assembly.step_memory import measure_step_memory
 from headrace_worker.assembly.step_thread import ThreadRunner
 from headrace_worker.assembly.stepping import choose_depth, choose_recorder, loop_note, record_steps
@@ -68,8 +69,8 @@ class RankPart:
     size: KvSize
     max_model_len: int
     max_num_seqs: int
-    host_slots: int  # for evicted blocks
-    files: Slots  # for the same, on disk
+    host: HostSlots  # for what is evicted
+    files: Slots  # for evicted blocks, on disk
     records: bool  # whether steps may be recorded for replay: the same on all ranks
     notes: list[str]  # sentences for the start
 
@@ -125,16 +126,15 @@ def assemble_part(
         notes.append(memory.unrecorded)
     max_num_seqs = size.max_num_seqs
     pools = KVPools.of(model, size.num_blocks, size.state_slots)
-    transfers, files, host_slots = None, Slots(0), (config.kv_offload_memory or 0) // max(1, model.layout.block_bytes)
-    if team is not None:
-        host_slots = min(team.gather_all(host_slots))
+    transfers, files, host = None, Slots(0), HostSlots()
+    if config.kv_offload_memory:
+        host = host_slots(config.kv_offload_memory, model.layout, team)
     if report_transfer is not None:
-        opened = open_transfers(config, model, pools, host_slots, team, report_transfer)
+        opened = open_transfers(config, model, pools, host, team, report_transfer)
         transfers, files = opened.worker, opened.files
         notes.append(opened.note)
-        if host_slots:
-            size_of = size_text(host_slots * model.layout.block_bytes)
-            notes.append(f"Evicted KV blocks: {size_of} of host memory for {host_slots * config.block_size:,} tokens.")
+        if host.blocks:
+            notes.append(host.note(model.layout))
         if files.total:
             size_of = size_text(files.total * model.layout.block_bytes)
             notes.append(
@@ -146,7 +146,7 @@ def assemble_part(
         max_recorded=memory.max_recorded,
     )  # fmt: skip
     return RankPart(
-        model, runner, transfers, size, max_model_len, max_num_seqs, host_slots, files, not memory.unrecorded, notes
+        model, runner, transfers, size, max_model_len, max_num_seqs, host, files, not memory.unrecorded, notes
     )
 
 
@@ -201,13 +201,15 @@ def assemble(
     steps: StepRunner = stepper if profiler is None else ProfiledRunner(stepper, profiler)
     if thread is not None:
         steps = ThreadRunner(steps, thread)
+    host = part.host if part.transfers is not None else HostSlots()
     engine = Engine(
         Scheduler(limits, kv, time.monotonic),
         steps,
         time.monotonic,
         depth=depth,
         ranks=config.tp * config.pp,
-        host_slots=part.host_slots if part.transfers is not None else 0,
+        host_slots=host.blocks,
+        host_states=host.states,
         files=part.files,
     )
     # So that routers have a prediction from the first request on; recorded steps are faster than those of the warm-up.

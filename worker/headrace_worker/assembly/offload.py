@@ -1,6 +1,7 @@
-"""A rank's host memory and file for KV blocks that the cache evicts."""
+"""A rank's host memory and file for KV blocks and recurrent states that the cache evicts."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -8,23 +9,68 @@ from blake3 import blake3
 from torch import Tensor
 
 from headrace_proto.errors import MemoryTooSmallError
+from headrace_proto.quantities import size_text
 from headrace_worker.core.config import ReplicaConfig
+from headrace_worker.core.layout import CacheLayout
 from headrace_worker.core.transfer.shards import KvShards
 from headrace_worker.device.rank_device import RankDevice
 from headrace_worker.kv_transfer.offload_file import OffloadFile
 from headrace_worker.model.attention import LayerCache
 from headrace_worker.ranks.team import Team
+from headrace_worker.runner.pools import KVPools
 
 SIZES = 4  # of the file, beside that of the host memory, where none is given
 
 
-def host_memory(pools: Sequence[Tensor], slots: int, device: RankDevice) -> list[Tensor]:
-    """As the pools [parts, blocks, N], for `slots` blocks in host memory, and slot 0, which is not used.
+class HostSlots(NamedTuple):
+    """What fits into a rank's host memory: the same numbers on all ranks."""
+
+    blocks: int = 0
+    states: int = 0
+
+    def note(self, layout: CacheLayout) -> str:
+        """A sentence for the start."""
+        sizes = size_text(self.blocks * layout.block_bytes), size_text(self.states * layout.state_bytes)
+        text = f"Evicted KV blocks: {sizes[0]} of host memory for {self.blocks * layout.block_size:,} tokens"
+        beside = f", and {sizes[1]} for {self.states:,} snapshots of recurrent state" if self.states else ""
+        return f"{text}{beside}."
+
+
+def host_slots(budget: int, layout: CacheLayout, team: Team | None) -> HostSlots:
+    """Divides the bytes of --kv-offload-memory: half is for snapshots on a rank that keeps recurrent state.
+
+    All ranks call this. A rank without attention, or without recurrent layers, holds any number of what it has not.
+    Raises MemoryTooSmallError.
+    """
+    states = budget // 2 // layout.state_bytes if layout.state_bytes else 0
+    if layout.state_bytes and not states:
+        raise MemoryTooSmallError(
+            f"Half of --kv-offload-memory is for recurrent states, and one has {size_text(layout.state_bytes)}: give "
+            f"at least {size_text(2 * layout.state_bytes)}."
+        )
+    blocks = (budget // 2 if layout.state_bytes else budget) // max(1, layout.block_bytes)
+    if team is not None:
+        blocks = min(team.gather_all(blocks))
+        states = min([number for number in team.gather_all(states) if number], default=0)
+    return HostSlots(blocks, states)
+
+
+def host_memory(
+    pools: KVPools, slots: HostSlots, device: RankDevice
+) -> tuple[list[Tensor], dict[tuple[int, str], Tensor]]:
+    """Pools [parts, blocks, N] and states [slots, ...] like those of the device, in host memory; slot 0 is not used.
 
     Raises MemoryTooSmallError.
     """
     try:
-        return [device.host_memory((len(pool), slots + 1, pool.shape[2]), pool.dtype) for pool in pools]
+        blocks = [
+            device.host_memory((len(pool), slots.blocks + 1, pool.shape[2]), pool.dtype) for pool in pools.tensors
+        ]
+        states = {
+            key: device.host_memory((slots.states + 1, *state.shape[1:]), state.dtype)
+            for key, state in pools.states.items()
+        }
+        return blocks, states
     except RuntimeError as error:
         raise MemoryTooSmallError(
             "--kv-offload-memory cannot be allocated in host memory: give a smaller one."

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headrace_proto.role import Role
 from headrace_worker.assembly.command_queue import CommandQueue
-from headrace_worker.assembly.offload import host_memory, open_file, slot_parts
+from headrace_worker.assembly.offload import HostSlots, host_memory, open_file, slot_parts
 from headrace_worker.comm.failure_detection import FailureDetector
 from headrace_worker.comm.interface import interface_of, rank_host
 from headrace_worker.core.config import ReplicaConfig
@@ -47,13 +47,13 @@ def open_transfers(
     config: ReplicaConfig,
     model: LoadedModel,
     pools: KVPools,
-    host_slots: int,
+    host_slots: HostSlots,
     team: Team | None,
     report: Callable[[TransferReport], None],
 ) -> Transfers:
     """All ranks call this.
 
-    pools: of this rank. host_slots: of host memory for evicted blocks. Raises TransfersUnavailableError for a
+    pools: of this rank. host_slots: of host memory for what is evicted. Raises TransfersUnavailableError for a
     replica of a pool or with host slots, UnknownBackendError, MemoryTooSmallError, OffloadFolderError.
     """
     rank = team.topology.rank if team is not None else 0
@@ -62,13 +62,14 @@ def open_transfers(
     agent: KvAgent | None = None
     reason = ""
     host: dict[int, LayerCache] = {}
+    host_states: dict[tuple[int, str], Tensor] = {}
     try:
         memory_of_pools = [*pools.tensors, *pools.states.values()]
         made = KvAgent(f"{config.replica_id}-{rank}-{uuid4().hex}", memory_of_pools, transport_of(config))
-        if host_slots:
-            memory_of_host = host_memory(pools.tensors, host_slots, model.device)
-            host = bind_layers(model.layout, memory_of_host)
-            made.register(memory_of_host)
+        if host_slots.blocks:
+            host_pools, host_states = host_memory(pools, host_slots, model.device)
+            host = bind_layers(model.layout, host_pools)
+            made.register([*host_pools, *host_states.values()])
         agent = made
     except TransfersUnavailableError as error:
         reason = str(error)
@@ -80,16 +81,17 @@ def open_transfers(
     unplaced, shards = shards, msgspec.structs.replace(shards, ranks=tuple(ranks))
     if agent is None or not all(each.agent for each in ranks):
         reason = reason or "Another rank of this replica has no NIXL."
-        if config.role is not Role.BOTH or host_slots:
+        if config.role is not Role.BOTH or host_slots.blocks:
             raise TransfersUnavailableError(reason)
         return Transfers(None, reason, Slots(0))
     check = team.detector.check if team is not None else lambda: None
     memory, file = None, None
-    if host:
-        slots_of = slot_parts(host, mine.layers)
-        block_bytes = max(sum(map(len, slots_of(group, 0))) for group in range(len(mine.groups)))
+    if host_slots.blocks:
+        groups = range(len(model.layout.groups))
+        slots_of = slot_parts(host, tuple(mine.groups[group].layers for group in groups))
+        block_bytes = max(sum(map(len, slots_of(group, 0))) for group in groups)
         file = open_file(config, model.source.revision, unplaced, block_bytes, team)
-        memory = HostMemory(_with_memory(mine, agent, host), slots_of, file)
+        memory = HostMemory(_with_memory(mine, agent, host, parts, host_states), slots_of, file)
     worker = TransferWorker(rank, shards, agent, model.device, report, check, memory)
     note = f"KV blocks move by NIXL ({transport_of(config)})."
     return Transfers(worker, note, _places(file, rank))

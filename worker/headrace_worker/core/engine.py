@@ -71,9 +71,13 @@ class Engine:
         depth: int = 0,
         ranks: int = 1,
         host_slots: int = 0,
+        host_states: int = 0,
         files: Slots | None = None,
     ) -> None:
-        """host_slots: blocks that each rank's host memory holds, beside the pool. files: places of each rank's file."""
+        """host_slots, host_states: KV blocks and recurrent states that each rank's host memory holds, beside the pools.
+
+        files: places of each rank's file.
+        """
         self.scheduler = scheduler
         self.exchange = TransferExchange(
             scheduler,
@@ -81,6 +85,7 @@ class Engine:
             clock,
             predict=lambda: (self.latency.cost.per_prefill_token, self.predicted_step),
             host_slots=host_slots,
+            host_states=host_states,
             files=files,
         )
         self.latency = StepLatency()

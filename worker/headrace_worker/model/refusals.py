@@ -244,10 +244,17 @@ def keeps_states(config: Any) -> bool:
 
 def check_recurrent(config: Any, replica: ReplicaConfig) -> None:
     """Refuses what is not done with recurrent state. Raises ModelUnsupportedError."""
-    if keeps_states(config) and replica.kv_offload_memory:
+    if not keeps_states(config):
+        return
+    if replica.kv_offload_memory and replica.state_snapshots == 0:
         raise ModelUnsupportedError(
-            f"{config.model_type} keeps recurrent state, which does not go to host memory yet: leave "
-            "--kv-offload-memory out."
+            "--kv-offload-memory brings recurrent states back into slots beside those of running requests: give "
+            "--state-snapshots 1 or more."
+        )
+    if replica.kv_offload_dir:
+        raise ModelUnsupportedError(
+            f"{config.model_type} keeps recurrent state, which goes to host memory, but not to disk yet: leave "
+            "--kv-offload-dir out."
         )
 
 

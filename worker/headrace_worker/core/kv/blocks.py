@@ -2,10 +2,20 @@
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 NULL_BLOCK = 0
 """Never allocated: replaces a block in a block table when a window has moved past it."""
+
+
+@dataclass(slots=True, eq=False)
+class Lineage:
+    """The snapshots of one request, which a request with a longer prompt supersedes when it starts from one of them."""
+
+    prompt_len: int
+    digests: list[bytes] = field(default_factory=list)
+    newest: bytes = b""  # the published snapshot of its progress: only the newest one is of use
 
 
 class Content(NamedTuple):
@@ -14,6 +24,7 @@ class Content(NamedTuple):
     group: int
     digest: bytes
     tokens: bytes  # little-endian u32
+    lineage: Lineage | None = None  # of a snapshot of recurrent state, unless requests part there
 
 
 class CacheChange(NamedTuple):
@@ -44,7 +55,8 @@ class BlockPool:
         self._free = list(range(num_blocks - 1, 0, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._unstored: OrderedDict[int, None] | None = None  # of `_cached`: not taken by `take_unstored` yet
-        self._forgotten: list[Content] = []  # with `follow_unstored`
+        self._forgotten: list[bytes] = []  # digests, with `follow_unstored`
+        self._superseded: list[bytes] = []  # the same
         self._quarantined: set[int] = set()
         self._by_digest: dict[bytes, int] = {}
         self._changes: list[CacheChange] = []
@@ -118,15 +130,28 @@ class BlockPool:
             self._unstored[block] = None
             self._unstored.move_to_end(block, last=False)
 
-    @property
-    def has_forgotten(self) -> bool:
-        """Whether `take_forgotten` would return any."""
-        return bool(self._forgotten)
+    def postpone(self, digest: bytes) -> None:
+        """A cached content is not taken before `resume`: another one replaces it soon."""
+        block = self._by_digest.get(digest)
+        if block is not None:
+            self._forget_unstored(block)
 
-    def take_forgotten(self) -> list[Content]:
-        """Contents that were forgotten since the last call: they are not used again."""
+    def resume(self, digest: bytes) -> None:
+        """A content that was postponed is taken in its turn, if it is cached."""
+        block = self._by_digest.get(digest)
+        if self._unstored is not None and block is not None and block in self._cached:
+            self._unstored[block] = None
+
+    @property
+    def has_outdated(self) -> bool:
+        """Whether `take_outdated` would return any."""
+        return bool(self._forgotten or self._superseded)
+
+    def take_outdated(self) -> tuple[list[bytes], list[bytes]]:
+        """Digests since the last call: those that are not used again, and those that are to be evicted next."""
         forgotten, self._forgotten = self._forgotten, []
-        return forgotten
+        superseded, self._superseded = self._superseded, []
+        return forgotten, superseded
 
     def take_unstored(self, count: int) -> list[tuple[int, Content]]:
         """The next ones of these to be evicted, in that order, and their contents: until each is released again."""
@@ -137,6 +162,10 @@ class BlockPool:
             if content is not None:
                 taken.append((block, content))
         return taken
+
+    def content(self, block: int) -> Content | None:
+        """The published content of a block."""
+        return self._contents[block]
 
     def is_cached(self, block: int) -> bool:
         """Whether the block is not referenced and counts as available."""
@@ -164,6 +193,8 @@ class BlockPool:
 
     def discard(self, digest: bytes) -> None:
         """Removes a content from the index, if it is there; an unreferenced block is free at once."""
+        if self._unstored is not None:
+            self._forgotten.append(digest)
         block = self._by_digest.get(digest)
         if block is not None:
             self._remove_content(block)
@@ -174,6 +205,8 @@ class BlockPool:
 
     def evict_next(self, digest: bytes) -> None:
         """Nothing is expected to start from this content again: if it is cached, it is the next to be evicted."""
+        if self._unstored is not None:
+            self._superseded.append(digest)
         block = self._by_digest.get(digest)
         if block is not None and block in self._cached:
             self._cached.move_to_end(block, last=False)
@@ -183,7 +216,7 @@ class BlockPool:
         """Removes the content of a referenced block from the index; requests that share the block continue with it."""
         content = self._contents[block]
         if content is not None and self._unstored is not None:
-            self._forgotten.append(content)
+            self._forgotten.append(content.digest)
         self._remove_content(block)
 
     def release(self, blocks: Iterable[int]) -> None:

@@ -15,19 +15,10 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from headrace_worker.core.kv.blocks import BlockPool, Content
+from headrace_worker.core.kv.blocks import BlockPool, Content, Lineage
 from headrace_worker.core.plan import Work
 
 SLOTS_PER_ROW = 2  # that a running request needs: the one that it continues from, and the next one after a snapshot
-
-
-@dataclass(slots=True, eq=False)
-class Lineage:
-    """The snapshots of one request, which a request with a longer prompt supersedes when it starts from one of them."""
-
-    prompt_len: int
-    digests: list[bytes] = field(default_factory=list)
-    newest: bytes = b""  # the published snapshot of its progress: only the newest one is of use
 
 
 @dataclass(slots=True)
@@ -55,9 +46,9 @@ class StateSlots:
     def __init__(self, slots: int, rows: int, block_size: int) -> None:
         """slots: with slot 0."""
         self.pool = BlockPool(slots)
+        self.rows = rows
         self._reserve = SLOTS_PER_ROW * rows
         self._block_size = block_size
-        self._lineages: list[Lineage | None] = [None] * slots  # of each snapshot; None: of a branch
         self._read: list[int] = []  # by the step that is planned, which holds a reference to each
 
     def begin(
@@ -70,7 +61,9 @@ class StateSlots:
         """
         if snapshot:
             self.pool.acquire(snapshot)
-            state.slot, state.frozen, state.origin = snapshot, True, self._lineages[snapshot]
+            content = self.pool.content(snapshot)
+            state.slot, state.frozen = snapshot, True
+            state.origin = content.lineage if content is not None else None
         state.position, state.prompt_len = tokens, prompt_len
         state.own = Lineage(prompt_len)
         if again and state.origin is not None and state.origin.prompt_len == prompt_len:
@@ -106,28 +99,26 @@ class StateSlots:
 
     def publish(self, state: RequestState, blocks: int, content: Content) -> None:
         """Publishes the kept snapshot after so many blocks: it was computed, and its tokens are known."""
-        slot = state.kept.pop(blocks)
-        is_new = self.pool.publish(slot, content)
+        slot, shared = state.kept.pop(blocks), blocks in state.branches
+        is_new = self.pool.publish(slot, content._replace(lineage=None if shared else state.own))
         self.pool.release([slot])
-        if is_new:
-            shared = blocks in state.branches
-            self._lineages[slot] = None if shared else state.own
-            if not shared:
-                state.own.digests.append(content.digest)
+        if is_new and not shared:
+            state.own.digests.append(content.digest)
         if state.own.newest:
             self.pool.discard(state.own.newest)
         state.own.newest = content.digest if is_new and blocks not in state.borders else b""
+        self.pool.postpone(state.own.newest)
         if state.origin is not None and state.origin.prompt_len < state.prompt_len:
             for digest in state.origin.digests:  # the next turn starts from the new one
                 self.pool.evict_next(digest)
             state.origin = None
 
     def reserve(self) -> int | None:
-        """A slot for a state of another replica; None unless enough are left for every row."""
+        """A slot for a state of another replica or of host memory; None unless enough are left for every row."""
         return self.pool.allocate(1)[0] if self.pool.available > self._reserve else None
 
     def hold(self, slot: int) -> bool:
-        """Adds a reference for another replica that reads a slot in use or a snapshot; False if too few are left."""
+        """Adds a reference to a slot in use or a snapshot, for another replica or a load; False if too few are left."""
         if self.pool.available <= self._reserve:
             return False
         self.pool.acquire(slot)
@@ -140,14 +131,14 @@ class StateSlots:
 
     def publish_read(self, slot: int, content: Content, prompt_len: int) -> None:
         """Publishes a state that was read from another replica, into a slot that `reserve` returned."""
-        if self.pool.publish(slot, content):
-            self._lineages[slot] = Lineage(prompt_len, [content.digest])
+        self.pool.publish(slot, content._replace(lineage=Lineage(prompt_len, [content.digest])))
 
     def release(self, state: RequestState) -> None:
         """Work that is launched may still write the slots: later work of others, which follows it, reads other ones."""
         self.pool.release([*state.kept.values(), *([state.slot] if state.slot else [])])
         state.slot, state.frozen = 0, False
         state.kept.clear()
+        self.pool.resume(state.own.newest)
 
     def check(self, running: Sequence[RequestState], others: Sequence[int] = ()) -> None:
         """Raises RuntimeError unless the slots in use are those of the running requests, and all can go on.

@@ -15,6 +15,7 @@ from headrace_worker.core.transfer.offload import FIRST_NUMBER, Offload
 from headrace_worker.core.transfer.orders import ChunkRead, Order, TransferReport
 from headrace_worker.core.transfer.slots import Slots
 from headrace_worker.core.transfer.source_peers import SourceSpeed
+from headrace_worker.core.transfer.tiers import make_tiers
 
 
 class Outbound(Struct):
@@ -40,19 +41,20 @@ class TransferExchange:
         grant_limits: GrantLimits | None = None,
         predict: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0),
         host_slots: int = 0,
+        host_states: int = 0,
         files: Slots | None = None,
     ) -> None:
-        """predict: seconds to compute a token here, and those of the newest step; 0 = not known yet. host_slots: blocks
-        that each rank's host memory holds. files: places in each rank's file, with what it had at the start.
+        """predict: seconds to compute a token here, and those of the newest step; 0 = not known yet. host_slots,
+        host_states: blocks and recurrent states that each rank's host memory holds. files: places for blocks in each
+        rank's file, with what it had at the start.
         """
         self.fetcher = Fetcher(scheduler.kv, ranks, scheduler.limits.max_num_batched_tokens, clock, fetch_limits)
         self.granter = Granter(scheduler, clock, predict, grant_limits)
         self.offload = Offload(
             scheduler.kv,
             ranks,
-            Slots(host_slots),
+            make_tiers(scheduler.kv, Slots(host_slots), Slots(host_states), scheduler.limits.max_num_batched_tokens),
             Slots(0) if files is None else files,
-            scheduler.limits.max_num_batched_tokens,
             clock,
             lambda: predict()[1],
         )
@@ -131,4 +133,4 @@ class TransferExchange:
 
     def held_slots(self) -> list[int]:
         """Slots of recurrent state held besides those of the scheduler's requests."""
-        return self.fetcher.held_slots() + self.granter.held_slots()
+        return self.fetcher.held_slots() + self.granter.held_slots() + self.offload.held_slots()

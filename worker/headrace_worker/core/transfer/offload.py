@@ -1,12 +1,14 @@
-"""Blocks that are about to be evicted go to host memory and on to a file, and come back by prefix hits. Pure.
+"""What is about to be evicted goes to host memory, blocks on to a file, and comes back by prefix hits. Pure.
 
     cached, evicted next ── Store ─▶ slot of host memory ── Save, soon ─▶ place in the file
     published again      ◀─ Load ─── slot of host memory ◀─ Fill ──────── place in the file
 
 Each is done within each rank, ordered like reads of other replicas' blocks and reported alike. A slot or a place is
 pinned meanwhile; what was copied of a block that was evicted meanwhile is dropped. A load only fills the prefix cache:
-its request is queued afterwards. Every block in host memory is saved while the file is idle, so that a replica which
-starts again finds it.
+its request is queued afterwards. Snapshots of recurrent state are blocks of one more cache group, with a pool and slots
+of their own (`tiers.py`): they are stored and loaded alike, in the same orders, but not saved.
+
+Every block in host memory is saved while the file is idle, so that a replica which starts again finds it.
 """
 
 from collections import OrderedDict
@@ -17,17 +19,15 @@ from headrace_worker.core.kv.blocks import CacheChange, Content
 from headrace_worker.core.kv.manager import BlockTable, KVManager
 from headrace_worker.core.request import Request
 from headrace_worker.core.transfer.orders import ChunkRead, Erase, FileBlock, Fill, Load, Order, Save, Store
-from headrace_worker.core.transfer.shards import wanted_blocks
 from headrace_worker.core.transfer.slots import Pace, Slots
+from headrace_worker.core.transfer.tiers import Found, Tier, find_longest
 
+Numbers = tuple[tuple[int, ...], ...]  # by cache group
 FIRST_NUMBER = 1 << 32  # in orders and reports: those of fetches from other replicas are lower
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadLimits:
-    ahead: float = 0.25  # share of the pool that is free, or stored already and evicted next
-    ahead_steps: int = 4  # so many steps of prompts at least: a copy takes two
-    most_ahead: float = 0.5  # of the pool
     batch: int = 1024  # blocks of one order
     saves: int = 128  # blocks of one order that writes to the file
     steps: int = 2  # that an order and its reports wait for
@@ -43,7 +43,7 @@ class OffloadLimits:
 class OffloadCounters:
     """Monotonic."""
 
-    stored: int = 0  # blocks, in host memory
+    stored: int = 0  # blocks and snapshots, in host memory
     loaded: int = 0
     load_seconds: float = 0.0
     saved: int = 0  # blocks, in the file
@@ -81,8 +81,9 @@ class _Filling:
 class _Loading:
     waiting: "_Waiting"
     held: BlockTable
-    shared: list[int]  # blocks of the pool that have contents of the prompt behind `held`
-    entries: list[tuple[int, int, int, int]]  # cache group, index in the prompt, slot, block
+    shared: list[tuple[int, int]]  # cache group and block: of the pools, with contents of the prompt behind `held`
+    entries: list[tuple[int, int, Content]]  # block, slot, content
+    tokens: int  # of the KV blocks among them
     missing: set[int]
     failed: bool = False
     seconds: float = 0.0
@@ -98,30 +99,14 @@ class _Waiting:
     seconds: float = 0.0  # of its copies
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """A block of a prompt behind the pool's prefix of it, and where its content is."""
-
-    group: int
-    index: int  # in the prompt
-    block: int | None  # of the pool
-    slot: int | None  # of host memory
-    place: int  # in the file; 0 = not there
-
-    @property
-    def in_file_alone(self) -> bool:
-        return self.slot is None and self.block is None
-
-
 @dataclass(slots=True)
 class Offload:
     """Of one engine. Not thread-safe: the step loop owns it."""
 
     kv: KVManager
     ranks: int
-    slots: Slots
-    files: Slots  # places in the ranks' files, which are the same in all
-    step_tokens: int  # that a step computes at most
+    tiers: list[Tier]  # of KV blocks, and of snapshots where there are some
+    files: Slots  # places for KV blocks in the ranks' files, which are the same in all
     clock: Callable[[], float]
     step_seconds: Callable[[], float]  # of the newest step; 0 = not known
     limits: OffloadLimits = OffloadLimits()
@@ -140,14 +125,12 @@ class Offload:
 
     def __post_init__(self) -> None:
         self.load_pace, self.fill_pace, self.token_pace = (Pace(self.clock) for _ in range(3))
-        if self.slots.total:
-            self.kv.pool.follow_unstored()
         self._changes += [CacheChange(each.group, each.digest, False, True) for each in self.files.contents()]
 
     @property
     def empty(self) -> bool:
         """Whether nothing can be loaded."""
-        return not self.slots and not self.files
+        return not self.files and not any(tier.slots for tier in self.tiers)
 
     @property
     def waiting(self) -> int:
@@ -157,7 +140,8 @@ class Offload:
     @property
     def busy(self) -> bool:
         """Whether `tick` must be called."""
-        return bool(self._copying or self._ready or self._can_save or self._to_store or self.kv.pool.has_forgotten)
+        outdated = any(tier.pool.has_outdated for tier in self.tiers)
+        return bool(self._copying or self._ready or self._can_save or outdated or any(self._to_store()))
 
     @property
     def has_ready(self) -> bool:
@@ -166,8 +150,12 @@ class Offload:
 
     def tick(self) -> list[Request]:
         """Stores what is evicted next; returns the requests to queue now."""
-        for content in self.kv.pool.take_forgotten():
-            self._drop(content)
+        for tier in self.tiers:
+            forgotten, superseded = tier.pool.take_outdated()
+            for digest in forgotten:
+                self._drop(tier, digest)
+            for digest in superseded:
+                tier.slots.evict_next(digest)
         now = self.clock()
         for waiting in self._requests():
             if waiting.request is not None and now - waiting.since > waiting.limit:  # its copies go on
@@ -184,15 +172,15 @@ class Offload:
     def begin(self, request: Request, seconds_per_token: float, queued: int) -> bool:
         """Starts a load if a longer prefix is here than in the pool, and copying it is faster than computing it."""
         kv = self.kv
-        most = (len(request.tokens) - 1) // kv.block_size
-        kv.extend_chain(request.chain, request.tokens, most)
+        kv.extend_chain(request.chain, request.tokens, (len(request.tokens) - 1) // kv.block_size)
         have = kv.lookup(request.chain, len(request.tokens) - 1).tokens // kv.block_size
-        blocks, entries = self._longest(request, have, most)
+        blocks, entries = find_longest(kv, self.tiers, self.files, request, have)
         if blocks - have < self.limits.min_blocks:
             return False
         filed = sum(entry.in_file_alone for entry in entries)
         local_seconds = ((blocks - have) * kv.block_size + queued) * seconds_per_token
-        copies = len(entries) * self.load_pace.seconds + filed * self.fill_pace.seconds
+        size = sum(self._tier(entry.group).size for entry in entries if entry.block is None)
+        copies = size * self.load_pace.seconds + filed * self.fill_pace.seconds
         waits = self.limits.steps * (1 + bool(filed)) * self.step_seconds() if copies else 0.0
         if 0 < local_seconds <= copies + waits:
             return False
@@ -240,38 +228,40 @@ class Offload:
         """What the pool's changes and those of host memory and the file mean together, in order."""
         most = self.limits.changes
         own, self._changes = self._changes[:most], self._changes[most:]
-        own = [change for change in own if not self.kv.pool.has(change.digest)]
+        own = [change for change in own if not self._tier(change.group).pool.has(change.digest)]
         return [
             change if change.stored else change._replace(offloaded=self._has(change.digest))
             for change in (*changes, *own)
         ]
 
     def held(self) -> list[int]:
-        """Blocks that loads hold."""
-        loads = [each for each in self._copying.values() if isinstance(each, _Loading)]
-        return [
-            block
-            for each in loads
-            for block in (*each.held.held(), *each.shared, *(entry[3] for entry in each.entries))
-        ]
+        """KV blocks that loads hold."""
+        held = [block for each in self._loads() for block in each.held.held()]
+        return held + [block for group, block in self._held() if group < len(self.kv.windows)]
+
+    def held_slots(self) -> list[int]:
+        """Slots of recurrent state that loads hold."""
+        return [slot for group, slot in self._held() if group == len(self.kv.windows)]
 
     # -- internal ---------------------------------------------------------------------------------------------
 
-    @property
-    def _to_store(self) -> int:
-        """Cached blocks that should be in host memory now: what is evicted next, while few are free."""
-        pool = self.kv.pool
-        if not pool.unstored or self.clock() < self._rest_until:
-            return 0
-        limits = self.limits
-        steps = limits.ahead_steps * self.kv.blocks_for(self.step_tokens)
-        ahead = max(int(limits.ahead * pool.total), min(steps, int(limits.most_ahead * pool.total)))
-        stored = pool.cached - pool.unstored
-        wanted = ahead - pool.free - stored
+    def _loads(self) -> list[_Loading]:
+        return [each for each in self._copying.values() if isinstance(each, _Loading)]
+
+    def _held(self) -> list[tuple[int, int]]:
+        """Cache group and block, beside those of the tables."""
+        loaded = [(content.group, block) for each in self._loads() for block, _, content in each.entries]
+        return loaded + [entry for each in self._loads() for entry in each.shared]
+
+    def _to_store(self) -> list[int]:
+        """Of each tier, what should be copied to host memory now."""
+        if self.clock() < self._rest_until:
+            return [0 for _ in self.tiers]
+        counts, pool, limits = [tier.to_store for tier in self.tiers], self.kv.pool, self.limits
         if self.files.total and not pool.used and not self._unsaved:
             # Nothing runs: what is never evicted, such as a system prompt, is in the file after a restart, too.
-            wanted = max(wanted, min(pool.unstored, limits.saves))
-        return max(0, min(wanted, self.slots.total, limits.batch))
+            counts[0] = max(counts[0], min(pool.unstored, limits.saves))
+        return [min(count, tier.slots.total, limits.batch) for tier, count in zip(self.tiers, counts, strict=True)]
 
     @property
     def _can_save(self) -> bool:
@@ -281,15 +271,15 @@ class Offload:
         return [each.waiting for each in self._copying.values() if isinstance(each, _Filling | _Loading)]
 
     def _has(self, digest: bytes) -> bool:
-        return digest in self.slots or digest in self.files
+        return digest in self.files or any(digest in tier.slots for tier in self.tiers)
 
     def _begin(self, copy: _Storing | _Saving | _Filling | _Loading) -> int:
         self._number += 1
         self._copying[self._number] = copy
         return self._number
 
-    def _take_slot(self) -> int | None:
-        taken = self.slots.take()
+    def _take_slot(self, slots: Slots) -> int | None:
+        taken = slots.take()
         if taken is None:
             return None
         slot, before = taken
@@ -302,46 +292,49 @@ class Offload:
         """A content is not where it was."""
         self._changes.append(CacheChange(content.group, content.digest, False))
 
-    def _drop(self, content: Content) -> None:
-        """A content is in doubt: it is not loaded again."""
-        self._unsaved.pop(content.digest, None)
-        self.slots.drop(content.digest)
-        if content.digest in self.files:
-            self.orders.append(Erase((self.files.at(content.digest)[0],)))
-            self.files.drop(content.digest)
-        self._left(content)
+    def _drop(self, tier: Tier, digest: bytes) -> None:
+        """A content is in doubt, or a newer one replaces it: it is not loaded again."""
+        self._unsaved.pop(digest, None)
+        for holder in (tier.slots, self.files):
+            if digest in holder:
+                place, content = holder.at(digest)
+                holder.drop(digest)
+                self._left(content)
+                if holder is self.files:
+                    self.orders.append(Erase((place,)))
 
     def _store(self) -> None:
         entries = []
-        for block, content in self.kv.pool.take_unstored(self._to_store):
-            if content.digest in self.slots:
-                continue
-            slot = self._take_slot()
-            if slot is None:
-                self.kv.pool.untake(block)
-            else:
-                entries.append((block, slot, content))
+        for tier, count in zip(self.tiers, self._to_store(), strict=True):
+            for block, content in tier.pool.take_unstored(count):
+                if content.digest in tier.slots:
+                    continue
+                slot = self._take_slot(tier.slots)
+                if slot is None:
+                    tier.pool.untake(block)
+                else:
+                    entries.append((block, slot, content))
         if entries:
             number = self._begin(_Storing(entries, set(range(self.ranks))))
-            filled = [(content.group, slot, block) for block, slot, content in entries]
-            self.orders.append(Store(number, self._by_group(filled, 2), self._by_group(filled, 1)))
+            self.orders.append(Store(number, *self._numbers(entries)))
 
     def _stored(self, storing: _Storing) -> None:
         if storing.failed:
             self._rest_until = self.clock() + self.limits.rest
         for block, slot, content in storing.entries:
-            if self.kv.pool.still_has(block, content) and not storing.failed:  # else it was evicted meanwhile
+            tier = self._tier(content.group)
+            if tier.pool.still_has(block, content) and not storing.failed:  # else it was evicted meanwhile
                 self._put(slot, content)
                 self.counters.stored += 1
             else:
-                self.slots.give_back(slot)
-                if self.kv.pool.still_has(block, content):
-                    self.kv.pool.untake(block)
-            self.slots.unpin(slot)
+                tier.slots.give_back(slot)
+                if tier.pool.still_has(block, content):
+                    tier.pool.untake(block)
+            tier.slots.unpin(slot)
 
     def _put(self, slot: int, content: Content) -> None:
-        self.slots.put(slot, content)
-        if self.files.total and content.digest not in self.files:
+        self._tier(content.group).slots.put(slot, content)
+        if self.files.total and content.group < len(self.kv.windows) and content.digest not in self.files:
             self._unsaved[content.digest] = None
 
     def _save(self) -> None:
@@ -353,8 +346,8 @@ class Offload:
             place, before = taken
             if before is not None:
                 self._left(before)
-            slot, content = self.slots.at(self._unsaved.popitem(last=False)[0])
-            self.slots.pin(slot)
+            slot, content = self.tiers[0].slots.at(self._unsaved.popitem(last=False)[0])
+            self.tiers[0].slots.pin(slot)
             entries.append((slot, place, content))
         if entries:
             number = self._begin(_Saving(entries, set(range(self.ranks))))
@@ -364,28 +357,28 @@ class Offload:
         if saving.failed:
             self._saves_rest_until = self.clock() + self.limits.rest
         for slot, place, content in saving.entries:
-            if saving.failed or content.digest not in self.slots:  # it was dropped meanwhile
+            if saving.failed or content.digest not in self.tiers[0].slots:  # it was dropped meanwhile
                 self.files.give_back(place)
-                if content.digest in self.slots:
+                if content.digest in self.tiers[0].slots:
                     self._unsaved[content.digest] = None
             else:
                 self.files.put(place, content)
                 self.counters.saved += 1
             self.files.unpin(place)
-            self.slots.unpin(slot)
+            self.tiers[0].slots.unpin(slot)
 
-    def _fill(self, waiting: _Waiting, found: Sequence[_Found]) -> bool:
+    def _fill(self, waiting: _Waiting, found: Sequence[Found]) -> bool:
         """Reads blocks of the file into host memory, as many as have room there beside the prompt's other ones."""
-        pinned = [entry.slot for entry in found if entry.slot is not None]
+        pinned = [entry.slot for entry in found if entry.slot is not None and entry.group < len(self.kv.windows)]
         for slot in pinned:
-            self.slots.pin(slot)
+            self.tiers[0].slots.pin(slot)
         entries = []
         assert waiting.request is not None
         chain = waiting.request.chain
         for entry in found:
             if not entry.in_file_alone:
                 continue
-            taken = self._take_slot()
+            taken = self._take_slot(self.tiers[0].slots)
             if taken is None:
                 break
             self.files.pin(entry.place)
@@ -393,7 +386,7 @@ class Offload:
             entries.append((taken, entry.place, content))
         if not entries:
             for slot in pinned:
-                self.slots.unpin(slot)
+                self.tiers[0].slots.unpin(slot)
             return False
         number = self._begin(_Filling(waiting, pinned, entries, set(range(self.ranks))))
         self.orders.append(Fill(number, _file_blocks(entries)))
@@ -401,16 +394,16 @@ class Offload:
 
     def _filled(self, filling: _Filling) -> None:
         for slot in filling.pinned:
-            self.slots.unpin(slot)
+            self.tiers[0].slots.unpin(slot)
         for slot, place, content in filling.entries:
             self.files.unpin(place)
             if filling.failed and (not filling.bad or place in filling.bad):  # computed, and saved, when it is needed
                 self.files.drop(content.digest)
-                self.slots.give_back(slot)
+                self.tiers[0].slots.give_back(slot)
                 self._left(content)
             else:
-                self.slots.put(slot, content)
-            self.slots.unpin(slot)
+                self.tiers[0].slots.put(slot, content)
+            self.tiers[0].slots.unpin(slot)
         if not filling.failed:
             self.counters.filled += len(filling.entries)
             self.fill_pace.add(filling.seconds, len(filling.entries))
@@ -420,85 +413,86 @@ class Offload:
             return
         kv = self.kv
         have = kv.lookup(request.chain, len(request.tokens) - 1).tokens // kv.block_size
-        blocks, entries = self._longest(request, have, (len(request.tokens) - 1) // kv.block_size, in_file=False)
+        blocks, entries = find_longest(kv, self.tiers, Slots(0), request, have)
         if blocks == have or not self._load(filling.waiting, entries):
             self._ready.append(request)
 
-    def _load(self, waiting: _Waiting, found: Sequence[_Found]) -> bool:
+    def _load(self, waiting: _Waiting, found: Sequence[Found]) -> bool:
         kv, request = self.kv, waiting.request
         assert request is not None
         held = kv.new_table(kv.lookup(request.chain, len(request.tokens) - 1))
-        shared = [each.block for each in found if each.block is not None]
-        for block in shared:
-            kv.pool.acquire(block)
-        absent = [each for each in found if each.block is None]
-        if not absent or len(absent) + int(kv.pool.total * self.limits.watermark) > kv.pool.available:
-            kv.pool.release(shared)
+        shared = [(each.group, each.block) for each in found if each.block is not None and self._hold(each)]
+        absent = [each for each in found if each.slot is not None]
+        fresh = self._reserve(absent)
+        if not fresh:
+            self._release(shared)
             kv.release(held)
             return False
-        fresh = kv.pool.allocate(len(absent))
-        filled = [(each.group, each.index, each.slot or 0, block) for each, block in zip(absent, fresh, strict=True)]
-        for _, _, slot, _ in filled:
-            self.slots.pin(slot)
-        number = self._begin(_Loading(waiting, held, shared, filled, set(range(self.ranks))))
-        self.orders.append(Load(number, self._by_group(filled, 2), self._by_group(filled, 3)))
+        entries, tokens = [], kv.block_size * len({each.index for each in absent if each.group < len(kv.windows)})
+        for each, block in zip(absent, fresh, strict=True):
+            slots = self._tier(each.group).slots
+            slot, content = slots.at(request.chain.digests[each.group][each.index])
+            slots.pin(slot)
+            entries.append((block, slot, content))
+        number = self._begin(_Loading(waiting, held, shared, entries, tokens, set(range(self.ranks))))
+        self.orders.append(Load(number, *reversed(self._numbers(entries))))
         return True
 
-    def _longest(self, request: Request, have: int, most: int, *, in_file: bool = True) -> tuple[int, list[_Found]]:
-        """Blocks of the longest prefix that is in the pool and here, and those of it that are not in the pool's prefix.
+    def _hold(self, found: Found) -> bool:
+        """Adds a reference to a block of a pool, so that it is still there when the others are loaded, if it can."""
+        assert found.block is not None
+        if found.group == len(self.kv.windows) and self.kv.states is not None:
+            return self.kv.states.hold(found.block)
+        self.kv.pool.acquire(found.block)
+        return True
 
-        The longest one of groups without a window, then shorter ones until those with a window have what its next
-        query sees. Each block is looked up once.
-        """
-        kv, chain = self.kv, request.chain
-        known: dict[tuple[int, int], _Found | None] = {}
+    def _reserve(self, absent: Sequence[Found]) -> list[int]:
+        """A block of its pool for each, the snapshot last; none if there are too few."""
+        pool, states = self.kv.pool, self.kv.states
+        blocks = sum(each.group < len(self.kv.windows) for each in absent)
+        if blocks and blocks + int(pool.total * self.limits.watermark) > pool.available:
+            return []
+        if blocks == len(absent) or states is None:
+            return pool.allocate(blocks)
+        slot = states.reserve()
+        return [] if slot is None else [*pool.allocate(blocks), slot]
 
-        def find(group: int, index: int) -> _Found | None:
-            key = group, index
-            if key not in known:
-                digest, tokens = chain.digests[group][index], chain.packed[index]
-                block = kv.pool.find(digest, tokens)
-                slot = self.slots.find(digest, tokens) if block is None else None
-                place = self.files.find(digest, tokens) if block is None and in_file else None
-                missing = block is None and slot is None and place is None
-                known[key] = None if missing else _Found(group, index, block, slot, place or 0)
-            return known[key]
-
-        blocks = most
-        for group, window in enumerate(kv.windows):
-            reach = have
-            while not window and reach < blocks and find(group, reach) is not None:
-                reach += 1
-            blocks = blocks if window else reach
-        while blocks > have:
-            spans = wanted_blocks(kv.windows, kv.block_size, have, blocks)
-            wanted = [(group, index) for group, span in enumerate(spans) for index in range(*span)]
-            missing = [index for group, index in wanted if kv.windows[group] and find(group, index) is None]
-            if not missing:
-                return blocks, [found for key in wanted if (found := find(*key)) is not None]
-            blocks = min(missing)  # every shorter prefix that is longer than this needs it, too
-        return have, []
+    def _release(self, held: Sequence[tuple[int, int]]) -> None:
+        """held: cache groups and blocks."""
+        for tier in self.tiers:
+            tier.pool.release([block for group, block in held if self._tier(group) is tier])
 
     def _loaded(self, loading: _Loading) -> None:
-        kv, request = self.kv, loading.waiting.request
-        for group, index, slot, block in loading.entries:
-            if request is not None and not loading.failed:
-                kv.publish_blocks(request.chain, group, index, [block])
-            self.slots.unpin(slot)
-        kv.pool.release([*loading.shared, *(entry[3] for entry in loading.entries)])
-        kv.release(loading.held)
+        request, groups = loading.waiting.request, len(self.kv.windows)
+        for block, slot, content in loading.entries:
+            tier = self._tier(content.group)
+            # A content that was dropped meanwhile is in doubt.
+            if request is not None and not loading.failed and tier.slots.still_has(slot, content):
+                tier.pool.publish(block, content)
+            tier.slots.unpin(slot)
+        self._release([*loading.shared, *((content.group, block) for block, _, content in loading.entries)])
+        self.kv.release(loading.held)
         self.counters.loaded += len(loading.entries)
         self.counters.load_seconds += self.clock() - loading.waiting.since
-        self.load_pace.add(loading.seconds, len(loading.entries))
-        blocks = len({entry[1] for entry in loading.entries})
-        self.token_pace.add(loading.waiting.seconds + loading.seconds, blocks * kv.block_size)
+        sizes = [self._tier(content.group).size for _, _, content in loading.entries]
+        self.load_pace.add(loading.seconds, sum(sizes))
+        if loading.tokens:  # routers add the time for each token of blocks: that of a state is the same for any prompt
+            of_blocks = sum(size for size, entry in zip(sizes, loading.entries, strict=True) if entry[2].group < groups)
+            seconds = loading.waiting.seconds + loading.seconds * of_blocks / sum(sizes)
+            self.token_pace.add(seconds, loading.tokens)
         if request is not None:
             self._ready.append(request)
 
-    def _by_group(self, entries: Sequence[tuple[int, ...]], place: int) -> tuple[tuple[int, ...], ...]:
-        groups = range(len(self.kv.windows))
-        return tuple(tuple(entry[place] for entry in entries if entry[0] == group) for group in groups)
+    def _tier(self, group: int) -> Tier:
+        return self.tiers[group == len(self.kv.windows)]
+
+    def _numbers(self, entries: Sequence[tuple[int, int, Content]]) -> tuple[Numbers, Numbers]:
+        """Blocks and slots by cache group; after those of blocks follows that of all states."""
+        groups = range(len(self.kv.windows) + len(self.tiers) - 1)
+        rows = [[entry for entry in entries if entry[2].group == group] for group in groups]
+        blocks = tuple(tuple(block for block, _, _ in row) for row in rows)
+        return blocks, tuple(tuple(slot for _, slot, _ in row) for row in rows)
 
 
 def _file_blocks(entries: Sequence[tuple[int, int, Content]]) -> tuple[FileBlock, ...]:
-    return tuple(FileBlock(slot, place, *content) for slot, place, content in entries)
+    return tuple(FileBlock(slot, place, *content[:3]) for slot, place, content in entries)

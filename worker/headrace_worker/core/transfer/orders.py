@@ -55,7 +55,7 @@ class Load(Struct, frozen=True, tag="load"):
     """Copy slots of this rank's host memory into blocks. Reported as a read of chunk 0."""
 
     fetch: int
-    slots: tuple[tuple[int, ...], ...]  # per cache group
+    slots: tuple[tuple[int, ...], ...]  # per cache group; the last ones are of recurrent states, where there are some
     blocks: tuple[tuple[int, ...], ...]
 
 

@@ -66,6 +66,15 @@ class Slots:
         """A slot that was taken has no content."""
         self._free.append(slot)
 
+    def still_has(self, slot: int, content: Content) -> bool:
+        """Whether the slot, which had this content, has kept it since."""
+        return self._by_digest.get(content.digest) == (slot, content)
+
+    def evict_next(self, digest: bytes) -> None:
+        """If this content is here, it is the next one to be replaced."""
+        if digest in self._by_digest:
+            self._by_digest.move_to_end(digest, last=False)
+
     def drop(self, digest: bytes) -> None:
         """The slot with this content is free, once it is not pinned."""
         found = self._by_digest.pop(digest, None)
@@ -105,8 +114,8 @@ class Pace:
         """0 = not known, or too long ago."""
         return self._seconds if self.clock() - self._at < PACE_SECONDS else 0.0
 
-    def add(self, seconds: float, count: int) -> None:
-        """It took so long for that many, at least one."""
+    def add(self, seconds: float, count: float) -> None:
+        """It took so long for that many, more than none."""
         known = self.seconds
         older = OLDER if known else 0.0
         self._seconds, self._at = older * known + (1 - older) * seconds / count, self.clock()
