@@ -107,7 +107,12 @@ class FixedRunner(Runner):
     def __init__(self, max_len: int) -> None:
         self.counting = CountingDevice()
         model: Any = SimpleNamespace(
-            layout=LAYOUT, device=self.counting, dtype=torch.float32, module=NoModel(), parallel=SINGLE
+            layout=LAYOUT,
+            device=self.counting,
+            dtype=torch.float32,
+            module=NoModel(),
+            parallel=SINGLE,
+            config=SimpleNamespace(),
         )
         model.vocab_size, model.deterministic = VOCABULARY, False
         super().__init__(model, KVPools.of(model, 20_000), max_rows=ROWS, max_len=max_len)
