@@ -58,7 +58,7 @@ class ModelSizes:
         value_dim = group.value_dim or (config.kv_lora_rank if group.value_dim == 0 else group.head_dim)
         named = dict(model.module.named_parameters())
         routed = sum(weight.nbytes for name, weight in named.items() if ".experts." in name)
-        experts = getattr(config, "n_routed_experts", None) or 1
+        experts = getattr(config, "n_routed_experts", None) or getattr(config, "num_experts", None) or 1
         return cls(
             read_bytes=read,
             weights=read // embedding.element_size(),
@@ -92,7 +92,8 @@ class ModelSizes:
 
     def workload(self, lengths: Sequence[tuple[int, int]]) -> Cost:
         """Requests of (input, output) tokens: at least one step per token of the longest output, all in each step."""
-        cost = Cost(max(out for _, out in lengths) * self.read_bytes)
+        count = len(lengths)
+        cost = Cost(max(out for _, out in lengths) * (self.chosen(count) + 2 * count * self.state_bytes))
         for length, out in lengths:
             cost += Cost(flop=self.prefill(length).flop)
             steps = out - 1  # the first token is that of the prompt

@@ -6,7 +6,9 @@ A sequence has long tiles, made for products, or one short tile, made for readin
 captured in a CUDA graph.
 """
 
+import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton.language as tl
@@ -103,7 +105,7 @@ def uneven_attention(
 def _fits(query: Tensor, keys: Tensor, values: Tensor, meta: AttentionMeta) -> bool:
     known = query.dtype in FLOATS and (keys.dtype in FLOATS or quantization(keys) != 0) and values.dtype is keys.dtype
     size, rest = values.shape[3], keys.shape[3] - values.shape[3]
-    small = size <= _LARGEST_HEAD and 0 <= rest <= _LARGEST_REST
+    small = size <= _LARGEST_HEAD and 0 <= rest <= (_LARGEST_REST if size <= 128 else 64)
     small = small and (keys.shape[1] == 1 or query.shape[1] // keys.shape[1] <= _LARGEST_GROUP)
     starts, lens = meta.query_starts, meta.seq_lens
     plain = keys.stride(-1) == values.stride(-1) == 1 and starts.is_contiguous() and lens.is_contiguous()
@@ -135,8 +137,10 @@ class _Launch:
         self.rest = keys.shape[3] - self.head_dim
         self.kv_heads, self.block_size = keys.shape[1:3]
         (key_block, key_head, key_slot, _), (value_block, value_head, value_slot, _) = keys.stride(), values.stride()
-        if self.kv_heads == 1 and self.heads > _LARGEST_GROUP:  # in groups that a tile holds, which read the same keys
-            self.kv_heads = next(n for n in range(2, self.heads + 1) if not self.heads % n and self.heads // n <= 64)
+        self.padded = max(16, power_of_2(self.head_dim))
+        most = 16 if self.padded > 256 and _small_memory() else _LARGEST_GROUP
+        if self.kv_heads == 1 and self.heads > most:  # in groups that a tile holds, which read the same keys
+            self.kv_heads = next(n for n in range(2, self.heads + 1) if not self.heads % n and self.heads // n <= most)
             key_head = value_head = 0
         self.tables = rows(meta.block_tables)
         # Of one query token or head, table row, block, head and position, and of the scales of a block.
@@ -153,7 +157,6 @@ class _Launch:
         self.table_rows = meta.table_rows
         if self.table_rows is None:
             self.table_rows = torch.arange(self.sequences, dtype=torch.int32, device=query.device)
-        self.padded = max(16, power_of_2(self.head_dim))
         self.compute = _compute_dtype(query.dtype, keys.dtype)
         self.out = torch.empty(self.tokens, self.heads, self.head_dim, dtype=query.dtype, device=query.device)
 
@@ -287,6 +290,15 @@ class _Launch:
         return self.out if self.sinks is None else self.sinks.contiguous()
 
 
+@functools.cache
+def _small_memory() -> bool:
+    """Whether a program has some 100 KB of shared memory (compute capability 8.6 and 8.9), and not 160 and more."""
+    if not torch.cuda.is_available():
+        return False
+    properties: Any = torch.cuda.get_device_properties(0)
+    return int(properties.shared_memory_per_block_optin) < 150 << 10
+
+
 def _compute_dtype(query: torch.dtype, pool: torch.dtype) -> object:
     """The operands' dtype of the products: the query's, or float32 if the pool has another floating dtype."""
     if query is torch.float32 or (pool in FLOATS and pool is not query):
@@ -322,7 +334,7 @@ def _long_tiles(launch: _Launch) -> Tiles:
     if launch.compute is tl.float32:
         return _exact_tiles(launch)
     if launch.padded > 256:
-        return _tiles(launch, 64, 32, 8, 2)
+        return _tiles(launch, 16 if _small_memory() else 64, 32, 8, 2)
     return _tiles(launch, 64, 64, 4, 2) if launch.padded <= 128 else _tiles(launch, 128, 64, 8, 2)
 
 
@@ -331,7 +343,7 @@ def _ordered_tiles(launch: _Launch, tokens: int) -> Tiles:
     if launch.compute is tl.float32:
         tiles = _exact_tiles(launch)
     elif launch.padded > 256:
-        tiles = _tiles(launch, 64, 32, 8, 2)
+        tiles = _tiles(launch, 16 if _small_memory() else 64, 32, 8, 2)
     else:
         wide = launch.padded > 128
         tiles = _tiles(launch, 64, 32 if wide else 64, 8 if wide or launch.quant else 4, 3)

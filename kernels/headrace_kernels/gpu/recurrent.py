@@ -25,14 +25,14 @@ def causal_conv(
     floats = (x, weight, pool) if bias is None else (x, weight, pool, bias)
     if not {part.dtype for part in floats} <= FLOATS or not 1 < width <= _LARGEST_WIDTH or pool.stride(2) != 1:
         return reference.causal_conv(x, weight, pool, meta, bias, silu)
-    out, x, weight = torch.zeros(tokens, channels, dtype=x.dtype, device=x.device), rows(x), weight.contiguous()
+    out, x, weight = torch.zeros(tokens, channels, dtype=x.dtype, device=x.device), rows(x), weight
     pieces = meta.reads.shape[0]
     if tokens and pieces:
         kernels.causal_conv[(pieces, -(-channels // _CHANNELS))](
             out, x, weight, x if bias is None else bias.contiguous(), pool, *pieces_of(meta), pieces, x.stride(0),
-            channels, pool.stride(0), pool.stride(1), WIDTH=width, KEPT=power_of_2(width - 1),
-            BLOCK_T=_TOKENS, BLOCK_C=_CHANNELS, HAS_BIAS=bias is not None, SILU=silu,
-            num_warps=4, enable_fp_fusion=False,
+            channels, weight.stride(0), weight.stride(1), pool.stride(0), pool.stride(1),
+            WIDTH=width, KEPT=power_of_2(width - 1), BLOCK_T=_TOKENS, BLOCK_C=_CHANNELS,
+            HAS_BIAS=bias is not None, SILU=silu, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return out
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from headrace_kernels.meta import AttentionMeta
 
+_SCORES = 1 << 25  # of tokens and keys that are selected from at once
 _NUMBERS = 1 << 27  # of the keys of several sequences that are read at once
 
 
@@ -67,17 +68,20 @@ def select_keys(query: Tensor, weights: Tensor, keys: Tensor, meta: AttentionMet
             continue
         position = torch.arange(length, device=query.device)
         block, offset = meta.block_tables[s].long()[position // block_size], position % block_size
-        heads, cached = query[start:end].float().transpose(0, 1), keys[block, 0, offset].float()
-        scores = torch.zeros(end - start, length, device=query.device)
-        for head, weight in zip(heads, weights[start:end].float().T, strict=True):
-            scores += weight[:, None] * (head @ cached.T).clamp(min=0)
-        own = torch.arange(length - (end - start) + 1, length + 1, device=query.device)[:, None]
-        scores.masked_fill_(position >= own, float("-inf"))
-        best = scores.sort(stable=True, dim=-1, descending=True)[1][:, :count]
-        best = torch.where(best < own, best, length).sort(-1)[0]
-        places = torch.cat((block * block_size + offset, block.new_zeros(1)))
-        table[start:end, : best.shape[1]] = places[best].int()
-        lens[start:end] = own[:, 0].clamp(max=count)
+        cached, places = keys[block, 0, offset].float(), torch.cat((block * block_size + offset, block.new_zeros(1)))
+        rows = max(1, _SCORES // length)
+        for first in range(start, end, rows):
+            some = slice(first, min(end, first + rows))
+            scores = torch.zeros(some.stop - first, length, device=query.device)
+            heads = query[some].float().transpose(0, 1)
+            for head, weight in zip(heads, weights[some].float().T, strict=True):
+                scores += weight[:, None] * (head @ cached.T).clamp(min=0)
+            own = torch.arange(length - (end - first) + 1, length - (end - some.stop) + 1, device=query.device)[:, None]
+            scores.masked_fill_(position >= own, float("-inf"))
+            best = scores.sort(stable=True, dim=-1, descending=True)[1][:, :count]
+            best = torch.where(best < own, best, length).sort(-1)[0]
+            table[some, : best.shape[1]] = places[best].int()
+            lens[some] = own[:, 0].clamp(max=count)
     return table, lens
 
 

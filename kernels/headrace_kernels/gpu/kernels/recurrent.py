@@ -33,7 +33,8 @@ def silu(x):
 
 @triton.jit(do_not_specialize=["pieces", "x_token"])
 def causal_conv(
-    out, x, weight, bias, pool, starts, reads, writes, pieces, x_token, channels, slot_stride, row_stride,
+    out, x, weight, bias, pool, starts, reads, writes, pieces, x_token, channels, weight_row, weight_tap,
+    slot_stride, row_stride,
     WIDTH: tl.constexpr, KEPT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr,
 ):  # fmt: skip
@@ -68,7 +69,8 @@ def causal_conv(
                 before[None, :] + (WIDTH - 1 + source - first)[:, None] * row_stride,
                 mask=old[:, None] & inside[None, :], other=0.0,
             ).to(tl.float32)  # fmt: skip
-            total += value * tl.load(weight + c * WIDTH + tap, mask=inside, other=0.0).to(tl.float32)[None, :]
+            factor = tl.load(weight + c * weight_row + tap * weight_tap, mask=inside, other=0.0).to(tl.float32)
+            total += value * factor[None, :]
         if SILU:
             total = silu(total)
         place = out + token.to(tl.int64)[:, None] * channels + c[None, :]
