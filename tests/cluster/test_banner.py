@@ -27,6 +27,7 @@ STARTED = ReplicaStarted(
     max_num_seqs=256,
     max_num_batched_tokens=512,
     kv_blocks=363,
+    kv_tokens=363 * 16,
     kv_bytes=268_000_000,
     block_size=16,
     weight_bytes=538_000_000,

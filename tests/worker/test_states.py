@@ -280,3 +280,37 @@ def test_no_schedule_reads_the_state_of_another_prefix() -> None:
             raise AssertionError(f"schedule {seed}: {error!r}") from error
         hits, total = hits + found, total + requests
     assert total > 4 * SCHEDULES and hits > total // 8, f"{hits} of {total} requests started from a snapshot"
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_the_longest_prefix_of_groups_with_windows_and_states(seed: int) -> None:
+    """Of random blocks and snapshots: what the definition finds, prefix by prefix."""
+    random = Random(seed)
+    windows = random.choice([(0,), (8,), (0, 8), (6, 0, 17), (8, 24)])
+    recurrent, blocks, size = random.random() < 0.5, 20, 4
+    kv = bench_of(windows=windows, state_slots=64 if recurrent else 0).kv
+    tokens = [random.randrange(9) for _ in range(blocks * size)]
+    chain = kv.start_chain(b"", "")
+    kv.extend_chain(chain, tokens, blocks)
+    stored: set[tuple[int, int]] = set()
+    for group in range(len(windows)):
+        share = random.choice([0.8, 0.95, 1.0])
+        for index in range(blocks):
+            if random.random() < share:
+                kv.publish_blocks(chain, group, index, kv.pool.allocate(1))
+                stored.add((group, index))
+    snapshots = {index for index in range(1, blocks + 1) if recurrent and random.random() < 0.3}
+    for index in snapshots:
+        slot = kv.states.reserve() if kv.states is not None else None
+        assert slot is not None
+        kv.publish_state(chain, index, slot, len(tokens))
+
+    def attended(count: int) -> bool:
+        first = [max(0, count * size - window + 1) // size if window else 0 for window in windows]
+        return all((group, index) in stored for group, low in enumerate(first) for index in range(low, count))
+
+    covered = next(count for count in range(blocks, -1, -1) if attended(count))
+    whole = [count for count in range(covered, 0, -1) if attended(count) and (not recurrent or count in snapshots)]
+    hit = kv.lookup(chain, len(tokens))
+    assert (hit.tokens, hit.covered) == ((whole[0] if whole else 0) * size, covered * size)
+    assert bool(hit.snapshot) == bool(recurrent and whole)

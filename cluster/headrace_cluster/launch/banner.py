@@ -146,7 +146,7 @@ def _listed(names: Sequence[str]) -> str:
 
 def _replica(facts: ReplicaStarted, verbose: bool) -> str:
     split = f"tp {facts.tp}, pp {facts.pp}, " if facts.tp * facts.pp > 1 else ""
-    kept = f"KV cache {facts.kv_blocks * facts.block_size:,} tokens, context {facts.max_model_len:,}"
+    kept = f"KV cache {facts.kv_tokens:,} tokens, context {facts.max_model_len:,}"
     text = f"{split}{facts.device}, {facts.dtype}, {counted(facts.threads, 'thread')}, {kept}"
     if not verbose:
         return text

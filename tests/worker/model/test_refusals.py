@@ -80,6 +80,7 @@ def folder(path: Path, **fields: Any) -> Path:
         ({"model_type": "mamba2"}, "family mamba2 are not served: they keep recurrent state alone"),
         ({"model_type": "zamba2"}, "family zamba2 are not served: they share the modules of attention"),
         ({"model_type": "zaya"}, "family zaya are not served: they keep recurrent state of a kind that is not"),
+        ({"model_type": "dots3_note_text"}, "family dots3_note_text are not served: they select keys by an indexer"),
         ({"model_type": "deepseek_v4"}, "family deepseek_v4 are not served: they compress keys and values of several"),
         ({"model_type": "longcat_flash"}, "family longcat_flash are not served: they attend more than once"),
         ({"model_type": "falcon"}, "family falcon are not served: they compute attention in their own code"),

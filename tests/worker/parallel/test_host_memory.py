@@ -123,6 +123,8 @@ def test_host_memory_is_divided() -> None:
     )
     with pytest.raises(MemoryTooSmallError, match="Half of --kv-offload-memory is for recurrent states, and one has"):
         host_slots(1 << 14, layout, None)
+    with pytest.raises(MemoryTooSmallError, match=r"for KV blocks, and one has .*: give a larger one"):
+        host_slots(1 << 9, CacheLayout(16, layout.groups, 4), None)
 
 
 @pytest.mark.faults("ranks")

@@ -137,9 +137,9 @@ def assemble_part(
             notes.append(host.note(model.layout))
         if files.total:
             size_of = size_text(files.total * model.layout.block_bytes)
+            whole, there = (f"{host.tokens(count, model.layout):,}" for count in (files.total, len(files)))
             notes.append(
-                f"Evicted KV blocks: {size_of} in {config.kv_offload_dir} for {files.total * config.block_size:,} "
-                f"tokens; {len(files) * config.block_size:,} are there."
+                f"Evicted KV blocks: {size_of} in {config.kv_offload_dir} for {whole} tokens; {there} are there."
             )
     runner = Runner(
         model, pools, max_rows=max_num_seqs, max_len=max_model_len, kv_listener=transfers,

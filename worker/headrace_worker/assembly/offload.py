@@ -28,10 +28,15 @@ class HostSlots(NamedTuple):
     blocks: int = 0
     states: int = 0
 
+    @staticmethod
+    def tokens(blocks: int, layout: CacheLayout) -> int:
+        """That so many blocks hold."""
+        return blocks // len(layout.groups) * layout.block_size
+
     def note(self, layout: CacheLayout) -> str:
         """A sentence for the start."""
         sizes = size_text(self.blocks * layout.block_bytes), size_text(self.states * layout.state_bytes)
-        text = f"Evicted KV blocks: {sizes[0]} of host memory for {self.blocks * layout.block_size:,} tokens"
+        text = f"Evicted KV blocks: {sizes[0]} of host memory for {self.tokens(self.blocks, layout):,} tokens"
         beside = f", and {sizes[1]} for {self.states:,} snapshots of recurrent state" if self.states else ""
         return f"{text}{beside}."
 
@@ -39,8 +44,8 @@ class HostSlots(NamedTuple):
 def host_slots(budget: int, layout: CacheLayout, team: Team | None) -> HostSlots:
     """Divides the bytes of --kv-offload-memory: half is for snapshots on a rank that keeps recurrent state.
 
-    All ranks call this. A rank without attention, or without recurrent layers, holds any number of what it has not.
-    Raises MemoryTooSmallError.
+    All ranks call this. A rank without attention sets no limit to the number of blocks, and one without recurrent
+    layers none to the number of states. Raises MemoryTooSmallError where not one block or state fits.
     """
     states = budget // 2 // layout.state_bytes if layout.state_bytes else 0
     if layout.state_bytes and not states:
@@ -48,7 +53,13 @@ def host_slots(budget: int, layout: CacheLayout, team: Team | None) -> HostSlots
             f"Half of --kv-offload-memory is for recurrent states, and one has {size_text(layout.state_bytes)}: give "
             f"at least {size_text(2 * layout.state_bytes)}."
         )
-    blocks = (budget // 2 if layout.state_bytes else budget) // max(1, layout.block_bytes)
+    of_blocks = budget // 2 if layout.state_bytes else budget
+    if of_blocks < layout.block_bytes:
+        raise MemoryTooSmallError(
+            f"--kv-offload-memory has {size_text(of_blocks)} for KV blocks, and one has "
+            f"{size_text(layout.block_bytes)}: give a larger one."
+        )
+    blocks = of_blocks // max(1, layout.block_bytes)
     if team is not None:
         blocks = min(team.gather_all(blocks))
         states = min([number for number in team.gather_all(states) if number], default=0)

@@ -228,6 +228,7 @@ class ReplicaStarted(Struct, frozen=True, kw_only=True):
     max_num_seqs: int
     max_num_batched_tokens: int
     kv_blocks: int
+    kv_tokens: int = 0  # that the blocks hold
     kv_bytes: int
     block_size: int
     weight_bytes: int

@@ -31,6 +31,7 @@ _REASONS = {
         "rembert roformer stablelm trocr xglm xlm xlnet"
     ),
     "compress keys and values of several tokens": "deepseek_v4",
+    "select keys by an indexer of their own": "dots3_note_text",
     "attend more than once in a layer": "diffllama dory hrm_text longcat_flash",
     "add a mask of their own to attention": "doge",
     "route attention through experts": "jetmoe",

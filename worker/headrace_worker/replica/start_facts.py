@@ -41,6 +41,7 @@ def start_facts(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         kv_blocks=size.num_blocks - 1,
+        kv_tokens=(size.num_blocks - 1) // len(model.layout.groups) * model.layout.block_size,
         kv_bytes=size.num_bytes,
         block_size=model.layout.block_size,
         weight_bytes=model.weight_bytes,

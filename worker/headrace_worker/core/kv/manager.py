@@ -126,15 +126,15 @@ class KVManager:
                     break
                 row.append(block)
             found.append(row)
-        while most > 0 and not all(self._covered(found[g], most, w) for g, w in enumerate(self.windows)):
-            most -= 1
+        windowed = [(found[group], window) for group, window in enumerate(self.windows) if window]
+        most = self._longest(windowed, most)
         covered, snapshot = most, 0
-        if self.states is not None:
-            while most > 0:
-                snapshot = self.states.pool.find(chain.digests[-1][most - 1], chain.packed[most - 1]) or 0
-                if snapshot and all(self._covered(found[g], most, w) for g, w in enumerate(self.windows)):
-                    break
-                most, snapshot = most - 1, 0
+        while self.states is not None and most > 0:
+            snapshot = self.states.pool.find(chain.digests[-1][most - 1], chain.packed[most - 1]) or 0
+            reach = self._longest(windowed, most) if snapshot else most - 1
+            if reach == most:
+                break
+            most, snapshot = reach, 0
         tables = []
         for group, window in enumerate(self.windows):
             passed = self._passed(most * self.block_size, window)
@@ -251,8 +251,15 @@ class KVManager:
         """Number of leading blocks that no query at or after `position` attends to."""
         return max(0, position - window + 1) // self.block_size if window else 0
 
-    def _covered(self, found: list[int | None], blocks: int, window: int) -> bool:
-        """Whether all blocks that a query right after `blocks` blocks attends to were found."""
-        if len(found) < blocks:
-            return False
-        return None not in found[self._passed(blocks * self.block_size, window) : blocks]
+    def _longest(self, windowed: Sequence[tuple[list[int | None], int]], blocks: int) -> int:
+        """The longest prefix of at most so many blocks of which all that the next query attends to were found.
+
+        windowed: the blocks that were found, and the window, of each group that has one.
+        """
+        while blocks > 0:
+            spans = [(row, self._passed(blocks * self.block_size, window)) for row, window in windowed]
+            missing = [index for row, first in spans for index in range(first, blocks) if row[index] is None]
+            if not missing:
+                break
+            blocks = min(missing)  # every shorter prefix that is longer than this needs it, too
+        return blocks

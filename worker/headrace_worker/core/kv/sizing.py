@@ -87,8 +87,9 @@ def size_kv(
         if most < budget:
             budget, reason = most, f"enough for {counted(max_num_seqs, 'request')} of {max_model_len} tokens"
     if budget < smallest:
-        # Half of the cache is for recurrent states.
-        blocks = budget // (2 if layout.states else 1) // layout.block_bytes if layout.block_bytes else 0
+        # Half of the cache is for recurrent states at most, of which there must be three.
+        states = (1 + SLOTS_PER_ROW) * layout.state_bytes
+        blocks = (budget - states) // layout.block_bytes if layout.block_bytes and states <= budget // 2 else 0
         tokens = max(0, _tokens(blocks, layout))
         advice = f"--max-model-len {tokens}" if tokens else "a machine with more memory"
         raise MemoryTooSmallError(

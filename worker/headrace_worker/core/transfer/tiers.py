@@ -10,7 +10,7 @@ from headrace_worker.core.transfer.shards import wanted_blocks
 from headrace_worker.core.transfer.slots import Slots
 
 AHEAD = 0.25  # share of a pool that is free, or stored already and evicted next
-AHEAD_STEPS = 4  # and what so many steps allocate at least: a copy takes two
+AHEAD_STEPS = 4  # at least as many blocks as so many steps allocate: a copy takes two steps
 MOST_AHEAD = 0.5  # of the pool of KV blocks
 
 
@@ -38,7 +38,7 @@ def make_tiers(kv: KVManager, blocks: Slots, states: Slots, step_tokens: int) ->
     tiers = [Tier(kv.pool, blocks, max(int(AHEAD * total), steps))]
     if kv.states is not None:
         total = kv.states.pool.total
-        steps = min(AHEAD_STEPS * kv.states.rows, total)  # of few snapshots all: each row may evict one in every step
+        steps = min(AHEAD_STEPS * kv.states.rows, total)  # each row may evict one snapshot in every step
         size = kv.state_blocks * len(kv.windows) or 1.0
         tiers.append(Tier(kv.states.pool, states, max(int(AHEAD * total), steps), size))
     for tier in tiers:
@@ -96,9 +96,10 @@ def find_longest(
             blocks -= 1
             continue
         spans = wanted_blocks(kv.windows, kv.block_size, have, blocks, states=kv.states is not None)
-        wanted = [(group, index) for group, span in enumerate(spans) for index in range(*span)]
-        missing = [index for group, index in wanted if find(group, index) is None]
+        seen = [(group, index) for group, window in enumerate(kv.windows) if window for index in range(*spans[group])]
+        missing = [index for group, index in seen if find(group, index) is None]
         if not missing:
+            wanted = [(group, index) for group, span in enumerate(spans) for index in range(*span)]
             return blocks, [found for key in wanted if (found := find(*key)) is not None]
         blocks = min(missing)  # every shorter prefix that is longer than this needs it, too
     return have, []
