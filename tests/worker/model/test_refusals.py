@@ -48,14 +48,14 @@ def folder(path: Path, **fields: Any) -> Path:
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        (LLAMA | {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}, "quantized .fp8."),
-        (LLAMA | {"quantization_config": {"quant_method": "awq", "bits": 4}}, "quantized .awq."),
+        (LLAMA | {"quantization_config": {"quant_method": "hqq"}}, "quantized by hqq, which is not"),
+        (LLAMA | {"quantization_config": {"quant_method": "awq", "bits": 4}}, "quantized by awq, which is not"),
         (
             outer("lfm2_vl", "lfm2", layer_types=["conv"] * 3),
             "lfm2 model has no layer of attention, but recurrent state alone",
         ),
         (outer("llava", "llama", layer_types=["mamba"] * 3), "Layer 0 of this llama model is 'mamba'"),
-        (outer("internvl", "qwen2") | {"quantization_config": {"quant_method": "awq"}}, "quantized .awq."),
+        (outer("internvl", "qwen2") | {"quantization_config": {"quant_method": "awq"}}, "quantized by awq"),
         (
             outer("qwen3_vl", "qwen3_vl_text"),
             r"language model of qwen3_vl \(qwen3_vl_text\) has no causal class of its own",
@@ -149,8 +149,8 @@ def test_code_of_the_folder_runs_with_the_flag_alone(tmp_path: Path) -> None:
     source = resolve(str(tmp_path))
     read_headers(source, trust_remote_code=True)
     assert type(read_config(source, None, trust_remote_code=True)).__name__ == "OwnConfig"
-    folder(tmp_path, **fields | {"quantization_config": {"quant_method": "fp8"}})
-    with pytest.raises(ModelUnsupportedError, match=r"quantized .fp8."):
+    folder(tmp_path, **fields | {"quantization_config": {"quant_method": "awq"}})
+    with pytest.raises(ModelUnsupportedError, match=r"quantized by awq, which is not"):
         read_headers(source, trust_remote_code=True)
 
 

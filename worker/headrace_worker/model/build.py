@@ -12,6 +12,7 @@ from headrace_worker.model.cache_layout import layer_windows
 from headrace_worker.model.gguf_config import gguf_config
 from headrace_worker.model.gguf_file import GgufFile
 from headrace_worker.model.json_files import read_object
+from headrace_worker.model.quantized.config import with_quantization
 from headrace_worker.model.refusals import (
     ALIASES,
     RECURRENT,
@@ -31,7 +32,7 @@ def read_config(source: ModelSource, gguf: GgufFile | None, trust_remote_code: b
             return AutoConfig.for_model(fields.pop("model_type"), **fields)
         except Exception as error:  # as below
             raise ModelUnsupportedError(f"{gguf.name} describes no valid model: {_reason(error, source)}") from error
-    fields = read_object(source.path / "config.json", source.name)
+    fields = with_quantization(source.path, read_object(source.path / "config.json", source.name), source.name)
     check_config_file(source.name, fields, trust_remote_code=trust_remote_code)
     runs_own = runs_own_code(fields, trust_remote_code=trust_remote_code)
     alias = None if runs_own else ALIASES.get(fields["model_type"])
@@ -46,6 +47,8 @@ def read_config(source: ModelSource, gguf: GgufFile | None, trust_remote_code: b
         raise ModelUnsupportedError(
             f"config.json of {source.name!r} cannot be read: {_reason(error, source)}"
         ) from error
+    if quantization := fields.get("quantization_config"):  # of an older file, too
+        config.quantization_config = quantization
     if not runs_own and hasattr(config, "auto_map"):
         del config.auto_map  # else the model's class would be the folder's
     return config

@@ -16,6 +16,7 @@ from headrace_worker.model.gguf_file import GgufFile
 from headrace_worker.model.gguf_tensors import check_tensors, packed_bytes
 from headrace_worker.model.gguf_tokenizer import check_gguf_tokenizer
 from headrace_worker.model.json_files import read_object
+from headrace_worker.model.quantized.config import with_quantization
 from headrace_worker.model.refusals import check_config_file, check_limits, check_recurrent, check_rope, text_fields
 from headrace_worker.model.safetensors_files import TEXT_PARTS, count_elements, open_files
 from headrace_worker.model.source import ModelSource
@@ -66,7 +67,7 @@ def _gguf_headers(source: ModelSource) -> Headers:
 
 
 def _folder_headers(source: ModelSource, trust_remote_code: bool) -> Headers:
-    whole = read_object(source.path / "config.json", source.name)
+    whole = with_quantization(source.path, read_object(source.path / "config.json", source.name), source.name)
     check_config_file(source.name, whole, trust_remote_code=trust_remote_code)
     config = text_fields(whole)
     if has_tokenizer(source):

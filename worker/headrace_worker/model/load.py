@@ -24,6 +24,8 @@ from headrace_worker.model.converted import converted
 from headrace_worker.model.facts import ModelFacts, read_facts
 from headrace_worker.model.gguf import GgufWeights
 from headrace_worker.model.gguf_file import GgufFile
+from headrace_worker.model.quantized.config import QuantizationScheme, read_scheme
+from headrace_worker.model.quantized.weights import QuantizedWeights
 from headrace_worker.model.refusals import check_limits, check_recurrent, check_rope, keeps_states
 from headrace_worker.model.sharding.shard import Sharding, shard
 from headrace_worker.model.source import ModelSource, resolve
@@ -105,7 +107,8 @@ def load(
             latent.redirect(model, sum(len(group.layers) for group in layout.groups))
             indexer.redirect(model)
         names = TextNames(hf_config, model) if hf_config is not text and source.weights else None
-        weights = open_weights(source, model, sharding, gguf, names)
+        scheme = read_scheme(text.model_type, getattr(hf_config, "quantization_config", None))
+        weights = open_weights(source, model, sharding, gguf, names, scheme)
         bf16 = config.cpu_arithmetic == "bf16"
         plan = plan or surgery.SurgeryPlan(deterministic=config.deterministic, bf16=bf16)
         packed = stays_packed(plan, place, dtype)
@@ -174,14 +177,17 @@ def open_weights(
     sharding: Sharding,
     gguf: GgufFile | None,
     names: TextNames | None = None,
+    scheme: QuantizationScheme | None = None,
 ) -> Weights:
     """The checkpoint under the model's names; no tensor is read. Raises ModelLoadError, ModelUnsupportedError.
 
-    names: of a checkpoint that has other models, too.
+    names: of a checkpoint that has other models, too. scheme: of a quantized one.
     """
     if source.kind == "dummy":
         tied = getattr(model, "all_tied_weights_keys", None) or {}
         return DummyWeights({name: shape for name, shape in sharding.shapes.items() if name not in tied})
     if gguf is not None:
         return GgufWeights(gguf)
-    return converted(SafetensorsWeights(source.weights), model, sharding.shapes, names)
+    stored = SafetensorsWeights(source.weights)
+    weights = stored if scheme is None else QuantizedWeights(stored, scheme)
+    return converted(weights, model, sharding.shapes, names)

@@ -17,7 +17,7 @@ from typing import Any
 from headrace_proto.errors import ModelUnsupportedError
 from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.model.config_sizes import config_value, layer_sizes, optional_size
-from headrace_worker.model.gguf_config import GGUF_FAMILIES
+from headrace_worker.model.quantized.config import read_scheme
 
 # Families whose config.json need not show why they are not served, by the reason.
 _REASONS = {
@@ -191,12 +191,7 @@ def check_config(config: Any, *, known_code: bool = True) -> None:
     encoder = known_code and family in _ENCODERS.split() and not config_value(config, "is_decoder")
     if encoder or not config_value(config, "is_causal", True) or bidirectional not in (None, False, "vision"):
         raise attends_both_ways(family)
-    if quantization := config_value(config, "quantization_config"):
-        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else "unknown"
-        other = " or a GGUF" if family in GGUF_FAMILIES else ""
-        raise ModelUnsupportedError(
-            f"The checkpoint is quantized ({str(method)[:80]}): give unquantized safetensors{other}."
-        )
+    read_scheme(family, config_value(config, "quantization_config"))
     _check_attention(config)
 
 

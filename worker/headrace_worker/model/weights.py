@@ -69,6 +69,10 @@ class SafetensorsWeights:
         self.read_bytes += tensor.nbytes
         return tensor
 
+    def dtype(self, name: str) -> str:
+        """As the file's header names it: F8_E4M3 and so on."""
+        return str(self._handles[name].get_slice(name).get_dtype())
+
     def packed_share(self, name: str) -> float:
         view = self._handles[name].get_slice(name)
         return 0.5 if view.get_dtype() == "BF16" and len(view.get_shape()) == 2 else 1.0

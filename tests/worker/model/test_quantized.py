@@ -1,0 +1,125 @@
+"""Formats of quantized checkpoints: values bit for bit, parts of matrices, what is refused and how."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from headrace_proto.errors import ModelLoadError, ModelUnsupportedError
+from headrace_worker.model.headers import read_headers
+from headrace_worker.model.load import load
+from headrace_worker.model.quantized.config import read_scheme, with_quantization
+from headrace_worker.model.quantized.weights import QuantizedWeights
+from headrace_worker.model.sharding.cuts import Cut
+from headrace_worker.model.source import resolve
+from headrace_worker.model.weights import SafetensorsWeights
+from support.worker.quantized import FORMATS, save_quantized
+from support.worker.tiny_models import replica_config
+
+VECTORS = Path(__file__).parents[4] / "shared" / "formats"
+
+
+def _open(file: Path) -> tuple[QuantizedWeights, dict[str, torch.Tensor]]:
+    with safe_open(file, framework="pt") as opened:
+        config = json.loads(opened.metadata()["quantization_config"])
+    scheme = read_scheme("llama", config)
+    assert scheme is not None
+    return QuantizedWeights(SafetensorsWeights([file]), scheme), load_file(file)
+
+
+@pytest.mark.skipif(not VECTORS.is_dir(), reason="the matrices of published formats are not part of the project")
+@pytest.mark.parametrize("name", ["fp8_block", "fp8_tensor", "ct_fp8_channel"])
+def test_values_of_published_formats(name: str) -> None:
+    weights, tensors = _open(VECTORS / f"{name}.safetensors")
+    values = weights.read("m.weight")
+    if "expected.rows" in tensors:
+        assert torch.equal(values[tensors["expected.rows"]], tensors["expected.dense_rows"])
+    else:
+        assert torch.equal(values, tensors["expected.dense"])
+    assert not {"m.weight_scale", "m.weight_scale_inv", "m.input_scale"} & {*weights}
+    outputs, inputs = values.shape
+    rows, columns = ((1, 7), (9, outputs)), ((3, inputs - 5),)
+    part = weights.read("m.weight", (Cut(0, rows), Cut(1, columns)))
+    assert torch.equal(part, torch.cat([values[1:7], values[9:]])[:, 3:-5])
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_before_the_start(kind: str, tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    """The headers alone show that the model is served, and what memory it takes at least."""
+    twin = save_quantized(tiny("llama"), tmp_path, kind)
+    dense, quantized = (read_headers(resolve(str(folder))) for folder in (twin, tmp_path / "quantized"))
+    assert 0 <= quantized.elements - dense.elements < 2000
+
+
+@pytest.mark.parametrize(
+    ("quantization", "sentence"),
+    [
+        ({"quant_method": "hqq"}, r"quantized by hqq, which is not served \(fp8, .* are\): give one of these"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, r"quantized by fp8 \(e5m2\), which is not served"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, r"quantized by modelopt \(NVFP4\), which is not served"),
+        (
+            {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {}},
+            r"quantized by compressed-tensors \(pack-quantized\), which is not served",
+        ),
+        ({"quant_method": "fp8", "weight_block_size": [128, 0]}, r"blocks of this quantized checkpoint are \[128, 0\]"),
+        ({"quant_method": ["fp8"]}, r"quantized by \['fp8'\], which is not served"),
+        ("fp8", "quantized by unknown, which is not served"),
+    ],
+)
+def test_formats_that_are_not_served(
+    quantization: Any, sentence: str, tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
+    save_quantized(tiny("llama"), tmp_path, "fp8-block")
+    file = tmp_path / "quantized" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": quantization}))
+    with pytest.raises(ModelUnsupportedError, match=sentence):
+        read_headers(resolve(str(file.parent)))
+    with pytest.raises(ModelUnsupportedError, match=sentence):
+        load(replica_config(file.parent))
+
+
+def test_older_places_of_the_config(tmp_path: Path) -> None:
+    def found(fields: dict[str, Any]) -> Any:
+        return with_quantization(tmp_path, fields, "m").get("quantization_config")
+
+    assert found({}) is None
+    old = {"compression_config": {"format": "float-quantized"}}
+    assert found(old) == {"quant_method": "compressed-tensors", "format": "float-quantized"}
+    (tmp_path / "quant_config.json").write_text('{"w_bit": 4}')
+    assert found({}) == {"quant_method": "awq", "w_bit": 4}
+    (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
+    assert found({}) == {"quant_method": "modelopt", "quant_algo": "FP8"}
+    assert found({"quantization_config": {"quant_method": "fp8"}}) == {"quant_method": "fp8"}
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        ("scale", r"'.*q_proj.weight' has no scale beside it: the checkpoint is incomplete, download it again"),
+        ("shape", r"'.*q_proj.weight_scale_inv' is \[3, 1\], .* blocks of 48 × 40 requires \[1, 2\]: config.json and"),
+        ("code", r"'.*q_proj.weight' has values that are not a number: the checkpoint is damaged"),
+        ("infinite", r"'.*q_proj.weight_scale_inv' has scales that are not finite: the checkpoint is damaged"),
+    ],
+)
+def test_damaged_tensors(damage: str, sentence: str, tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    save_quantized(tiny("llama"), tmp_path, "fp8-block")
+    file = tmp_path / "quantized" / "model.safetensors"
+    tensors = load_file(file)
+    weight = next(name for name in sorted(tensors) if name.endswith("q_proj.weight"))
+    scale = f"{weight}_scale_inv"
+    if damage == "scale":
+        del tensors[scale]
+    elif damage == "shape":
+        tensors[scale] = torch.ones(3, 1)
+    elif damage == "code":
+        tensors[weight].view(torch.uint8)[0, 0] = 0xFF
+    else:
+        tensors[scale][0, 0] = float("inf")
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(ModelLoadError, match=sentence):
+        load(replica_config(file.parent))

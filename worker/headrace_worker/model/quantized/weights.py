@@ -1,0 +1,102 @@
+"""Quantized tensors of a checkpoint under the names that the model has for their values.
+
+A matrix in e4m3 has scales beside it: one, one of each output, or one of each block. Its values are made when it is
+read, of the part that is read. Scales of inputs and of keys and values are not used: inputs are not rounded here.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from headrace_proto.errors import ModelLoadError
+from headrace_worker.core.transfer.shards import Span
+from headrace_worker.model.quantized.config import QuantizationScheme
+from headrace_worker.model.sharding.cuts import Cuts, spans_of
+from headrace_worker.model.weights import SafetensorsWeights
+
+# Of a matrix X.weight, in the order in which they are looked for: X.weight_scale_inv and so on.
+_SCALES = ("weight_scale_inv", "weight_scale", "scale", "qscale_weight")
+_UNUSED = ("input_scale", "activation_scale", "output_scale", "q_scale", "k_scale", "v_scale", "prob_output_scale")
+_AT_ONCE = 1 << 24  # values
+_NAN = 0x7F  # without its sign
+
+
+class QuantizedWeights:
+    """A checkpoint with matrices in e4m3. Raises ModelLoadError for scales that are missing or have another shape."""
+
+    def __init__(self, stored: SafetensorsWeights, scheme: QuantizationScheme) -> None:
+        self._stored, self._scheme = stored, scheme
+        self._scales: dict[str, str] = {}
+        names = set(stored)
+        for name in names:
+            if stored.dtype(name) == "F8_E4M3" and name.endswith(".weight"):
+                self._scales[name] = self._scale_of(name, names)
+        used = set(self._scales.values())
+        owners = {name.removesuffix(".weight") for name in self._scales}
+        unused = {name for name in names if name.rpartition(".")[2] in _UNUSED and (owners or name not in used)}
+        self._names = [name for name in stored if name not in used and name not in unused]
+
+    @property
+    def read_bytes(self) -> int:
+        return self._stored.read_bytes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._stored.shape(name)
+
+    def packed_share(self, name: str) -> float:
+        return 1.0 if name in self._scales else self._stored.packed_share(name)
+
+    def read(self, name: str, cuts: Cuts = ()) -> Tensor:
+        """The values in float32, of a tensor that is not quantized as it is stored."""
+        codes = self._stored.read(name, cuts)
+        if name not in self._scales:
+            return codes
+        if bool(((codes.view(torch.uint8) & _NAN) == _NAN).any()):
+            raise ModelLoadError(f"Tensor {name!r} has values that are not a number: the checkpoint is damaged.")
+        scale = self._stored.read(self._scales[name]).float()
+        if not bool(scale.isfinite().all()):
+            raise ModelLoadError(f"{self._scales[name]!r} has scales that are not finite: the checkpoint is damaged.")
+        outputs, inputs = (_places(spans_of(cuts, dim, size)) for dim, size in enumerate(self._stored.shape(name)))
+        rows, columns = self._scheme.block or (1, 1)
+        if self._scheme.block is None or scale.numel() == 1:
+            scale, columns = scale.reshape(-1, 1), int(inputs[-1]) + 1  # one column of scales
+            rows = 1 if scale.shape[0] > 1 else int(outputs[-1]) + 1
+        values = torch.empty(codes.shape)
+        by_column = scale[:, inputs // columns]
+        step = max(1, _AT_ONCE // codes.shape[1])
+        for first in range(0, len(outputs), step):
+            part = slice(first, first + step)
+            values[part] = codes[part].float() * by_column[outputs[part] // rows]
+        return values
+
+    def _scale_of(self, name: str, names: set[str]) -> str:
+        owner = name.removesuffix("weight")
+        found = next((owner + scale for scale in _SCALES if owner + scale in names), None)
+        if found is None:
+            raise ModelLoadError(
+                f"Tensor {name!r} has no scale beside it: the checkpoint is incomplete, download it again."
+            )
+        shape, scales = self._stored.shape(name), self._stored.shape(found)
+        if len(shape) != 2:
+            raise ModelLoadError(f"Tensor {name!r} in e4m3 has shape {list(shape)}: only matrices are read.")
+        allowed: list[tuple[int, ...]] = [(), (1,), (1, 1)]
+        what = "one scale or one of each output"
+        if (block := self._scheme.block) is not None:
+            allowed.append((-(-shape[0] // block[0]), -(-shape[1] // block[1])))
+            what = f"blocks of {block[0]} × {block[1]}"
+        else:
+            allowed += [(shape[0],), (shape[0], 1)]
+        if scales not in allowed:
+            raise ModelLoadError(
+                f"{found!r} is {list(scales)}, but its weight {list(shape)} with {what} requires {list(allowed[-1])}: "
+                "config.json and weights do not belong together."
+            )
+        return found
+
+
+def _places(spans: Sequence[Span]) -> Tensor:
+    return torch.cat([torch.arange(*span) for span in spans])
