@@ -1,10 +1,11 @@
 """The engine and its kernels on one GPU: no Ray, no network, random weights of real configs.
 
     python benchmarks/gpu.py --list
-    timeout 400 python benchmarks/gpu.py decode [--models qwen3-0.6b,llama-8b] [--out FOLDER]
+    timeout 400 python benchmarks/gpu.py ttft,decode,serving [--models qwen3-0.6b,llama-8b] [--out FOLDER]
     python benchmarks/gpu.py decode --small                 the same code with a tiny model, on any machine
 
-One section per command; each figure is printed, and appended to FOLDER/results.jsonl, as soon as it is measured.
+Several sections in one command have one engine for each model. A figure is printed, and appended to
+FOLDER/results.jsonl, as soon as it is measured.
 Status 1 when a check is wrong. What a machine without a network needs besides torch, triton and transformers:
 benchmarks/gpu_wheels.sh.
 """
@@ -31,13 +32,12 @@ from gpu_bench.section import NO_MODEL, SMALL_MODEL, Section, SectionRun  # noqa
 from gpu_bench.sections import SECTIONS  # noqa: E402
 
 
-def models_of(section: Section, wanted: str | None, small: bool) -> list[str]:
-    """The models that a section runs with."""
-    if section.models == (NO_MODEL,):
-        return [NO_MODEL]
+def models_of(sections: list[Section], wanted: str | None, small: bool) -> list[str]:
+    """The models that sections run with."""
+    found = dict.fromkeys(model for section in sections for model in section.models)
     if small:
-        return [SMALL_MODEL]
-    return [model for model in section.models if wanted is None or model in wanted.split(",")]
+        return [NO_MODEL if model == NO_MODEL else SMALL_MODEL for model in list(found)[:1]]
+    return [model for model in found if wanted is None or model == NO_MODEL or model in wanted.split(",")]
 
 
 def device_facts(device: str) -> dict[str, Any]:
@@ -56,35 +56,40 @@ def device_facts(device: str) -> dict[str, Any]:
     }
 
 
-def measure(section: Section, model: str, device: str, small: bool, out: Path) -> bool:
-    """Runs a section with one model. Returns whether all of its checks are right."""
+def measure(sections: list[Section], model: str, device: str, small: bool, out: Path) -> bool:
+    """Runs sections with one model. Returns whether all of their checks are right."""
     ceilings = roofline.measure(device)
     at = {name: round(value / 1e9, 1) for name, value in asdict(ceilings).items()}  # GB/s, GFLOP/s
-    print(f"{section.name} {model}: a copy {at['bytes_s']:.0f} GB/s, a product {at['flop_s'] / 1e3:.1f} TFLOP/s")
-    about = {"section": section.name, "model": model, "ceilings": at, "device": device_facts(device)}
+    print(f"{model}: a copy {at['bytes_s']:.0f} GB/s, a product {at['flop_s'] / 1e3:.1f} TFLOP/s")
     right = True
     with (out / "results.jsonl").open("a", buffering=1) as file, tempfile.TemporaryDirectory() as folder:
-        file.write(json.dumps(about | {"machine": machine.describe()}) + "\n")
-        for figure in section.run(SectionRun(model, device, small, Path(folder), out, ceilings)):
-            print(" ", figure.row(), flush=True)
-            file.write(json.dumps({"section": section.name, "model": model} | figure.to_json()) + "\n")
-            right = right and not figure.is_wrong
+        run = SectionRun(model, device, small, Path(folder), out, ceilings)
+        for section in sections:
+            about = {"section": section.name, "model": model, "ceilings": at, "device": device_facts(device)}
+            file.write(json.dumps(about | {"machine": machine.describe()}) + "\n")
+            print(section.name)
+            for figure in section.run(run):
+                print(" ", figure.row(), flush=True)
+                file.write(json.dumps({"section": section.name, "model": model} | figure.to_json()) + "\n")
+                right = right and not figure.is_wrong
     return right
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("section", nargs="?", choices=SECTIONS, metavar="SECTION", help="one of --list")
+    parser.add_argument("sections", nargs="?", default="", metavar="SECTION[,SECTION]", help="of --list")
     parser.add_argument("--list", action="store_true", help="the sections, and nothing else")
     parser.add_argument("--models", help=f"of {', '.join(MODELS)}; without: those of the section")
     parser.add_argument("--device", default="auto", choices=["auto", "cuda", "cpu"])
     parser.add_argument("--small", action="store_true", help="a tiny model and few short requests")
     parser.add_argument("--out", type=Path, default=Path("gpu-results"), help="folder of traces and results.jsonl")
     arguments = parser.parse_args()
-    if arguments.list or arguments.section is None:
+    if arguments.list or not arguments.sections:
         for section in SECTIONS.values():
             print(f"{section.name:<12} {section.seconds:3.0f} s  {', '.join(section.models):<22} {section.summary}")
         return
+    if unknown := set(arguments.sections.split(",")) - set(SECTIONS):
+        parser.error(f"No such section: {', '.join(sorted(unknown))}. See --list.")
     import torch
 
     device = arguments.device
@@ -94,12 +99,13 @@ def main() -> None:
         sys.exit("There is no GPU here; --small runs the same code with a tiny model on a CPU.")
     os.environ["PYTHONPATH"] = os.pathsep.join([*IMPORTED, os.environ.get("PYTHONPATH", "")])  # of child processes
     arguments.out.mkdir(parents=True, exist_ok=True)
-    section = SECTIONS[arguments.section]
-    models = models_of(section, arguments.models, arguments.small)
+    sections = [SECTIONS[name] for name in arguments.sections.split(",")]
+    models = models_of(sections, arguments.models, arguments.small)
     if len(models) == 1:
-        sys.exit(not measure(section, models[0], device, arguments.small, arguments.out))
+        chosen = [section for section in sections if arguments.small or models[0] in section.models]
+        sys.exit(not measure(chosen, models[0], device, arguments.small, arguments.out))
     # A process for each model: the memory and the clocks that another one leaves change what is measured.
-    own = [sys.executable, __file__, section.name, "--device", device, "--out", str(arguments.out)]
+    own = [sys.executable, __file__, arguments.sections, "--device", device, "--out", str(arguments.out)]
     failed = [model for model in models if subprocess.run([*own, "--models", model], check=False).returncode]
     sys.exit(bool(failed))
 

@@ -13,6 +13,7 @@ from gpu_bench.sections import SECTIONS
 
 COMMAND = [sys.executable, str(Path(__file__).parents[1] / "benchmarks" / "gpu.py")]
 EXPECTED: dict[str, tuple[str, str, Any]] = {  # section: a figure, and a fact of it
+    "families": ("deepseek_v3", "positions", 120),
     "correctness": ("float32, graphs on: tokens of plain transformers", "positions", 192),
     "nccl": ("steps with a group's all-reduces, recorded", "places", 4),
     "trace": ("batch 1: a step", "steps", 20),
@@ -21,18 +22,25 @@ EXPECTED: dict[str, tuple[str, str, Any]] = {  # section: a figure, and a fact o
 }
 
 
-@pytest.mark.parametrize("name", SECTIONS)
+TOGETHER = "ttft", "decode", "other-caches", "serving"  # with one engine
+
+
+@pytest.mark.parametrize("name", [*(name for name in SECTIONS if name not in TOGETHER), ",".join(TOGETHER)])
 def test_a_section_runs_small_on_a_cpu(name: str, tmp_path: Path) -> None:
     command = [*COMMAND, name, "--small", "--device", "cpu", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    head, *lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
-    assert head["device"]["device"] == "cpu" and head["ceilings"]["bytes_s"] > 0
-    figures = {line["name"]: line for line in lines}
-    assert figures and all(figure in done.stdout for figure in figures)
-    if name in EXPECTED:
-        figure, fact, value = EXPECTED[name]
-        assert figures[figure]["extra"][fact] == value
+    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    heads = [line for line in lines if "device" in line]
+    assert all(head["device"]["device"] == "cpu" and head["ceilings"]["bytes_s"] > 0 for head in heads)
+    assert [head["section"] for head in heads] == name.split(",")
+    figures = {(line["section"], line["name"]): line for line in lines if "value" in line}
+    assert {section for section, _ in figures} == set(name.split(","))
+    assert all(figure in done.stdout for _, figure in figures)
+    for section in name.split(","):
+        if section in EXPECTED:
+            figure, fact, value = EXPECTED[section]
+            assert figures[section, figure]["extra"][fact] == value
 
 
 LLAMA = ModelSizes(

@@ -68,6 +68,7 @@ class SectionRun:
     folder: Path  # for files of this run alone
     results: Path  # for files to keep
     ceilings: Ceilings
+    _usual: "list[Bench]" = field(default_factory=list, init=False)
 
     def bench(self, **options: Any) -> "Bench":
         """An engine for the model of this run."""
@@ -76,6 +77,12 @@ class SectionRun:
         if self.small:
             options = {"kv_cache_memory": 64 << 20, "cpu_threads": 1} | options
         return Bench(self.model, self.folder, self.device, **options)
+
+    def usual_bench(self) -> "Bench":
+        """The engine of the sections that change nothing about it: made once in a process, since that takes long."""
+        if not self._usual:
+            self._usual.append(self.bench(max_model_len=40960))
+        return self._usual[0]
 
 
 @dataclass(frozen=True, slots=True)

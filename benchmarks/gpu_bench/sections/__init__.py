@@ -4,6 +4,7 @@ from gpu_bench.section import Section
 from gpu_bench.sections import (
     correctness,
     decode,
+    families,
     kernels,
     libraries,
     modes,
@@ -20,6 +21,7 @@ SECTIONS: dict[str, Section] = {
     for section in (
         nccl.SECTION,
         correctness.SECTION,
+        families.SECTION,
         kernels.SECTION,
         sampler.SECTION,
         libraries.SECTION,

@@ -28,7 +28,7 @@ def run(run: SectionRun) -> Iterator[Figure]:
         yield Figure.check(
             f"{dtype}: the same with graphs", dtype != "float32" or same == len(LENGTHS), same=same, of=len(LENGTHS)
         )
-        plain = PlainModel(bench, loaded)
+        plain = plain_model(bench, loaded)
         for graphs, sequences in zip(("off", "on"), texts, strict=True):
             facts = plain.compare(sequences)
             right = facts["wrong"] == 0 if dtype == "float32" else facts["worst_gap"] <= facts["allowed_gap"]
@@ -36,30 +36,34 @@ def run(run: SectionRun) -> Iterator[Figure]:
         del loaded, plain
 
 
+def plain_model(bench: "Bench", loaded: Any) -> "PlainModel":
+    """With the weights of an engine."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from headrace_worker.model.load import load
+    from headrace_worker.model.surgery import SurgeryPlan
+
+    weights = load(bench.config, plan=SurgeryPlan.none()).module.state_dict()
+    config = AutoConfig.from_pretrained(loaded.source.path)
+
+    def make(dtype: torch.dtype) -> Any:
+        plain = AutoModelForCausalLM.from_config(config, dtype=dtype).to(loaded.device.torch_device).eval()
+        plain.load_state_dict(weights, strict=False)
+        plain.tie_weights()
+        return plain
+
+    exact = make(torch.float32)
+    return PlainModel(exact, exact if loaded.dtype is torch.float32 else make(loaded.dtype))
+
+
 class PlainModel:
-    """Plain transformers with the engine's weights: in float32, and in the engine's format."""
+    """Plain transformers: in float32, and in the engine's format."""
 
-    def __init__(self, bench: "Bench", loaded: Any) -> None:
-        import torch
-        from transformers import AutoConfig, AutoModelForCausalLM
+    def __init__(self, exact: Any, rounded: Any) -> None:
+        self._exact, self._rounded = exact, rounded
 
-        from headrace_worker.model.load import load
-        from headrace_worker.model.surgery import SurgeryPlan
-
-        weights = load(bench.config, plan=SurgeryPlan.none()).module.state_dict()
-        config = AutoConfig.from_pretrained(loaded.source.path)
-        self._place = loaded.device.torch_device
-
-        def make(dtype: torch.dtype) -> Any:
-            plain = AutoModelForCausalLM.from_config(config, dtype=dtype).to(self._place).eval()
-            plain.load_state_dict(weights, strict=False)
-            plain.tie_weights()
-            return plain
-
-        self._exact = make(torch.float32)
-        self._rounded = self._exact if loaded.dtype is torch.float32 else make(loaded.dtype)
-
-    def compare(self, sequences: list[list[int]]) -> dict[str, Any]:
+    def compare(self, sequences: list[list[int]], output: int = OUTPUT) -> dict[str, Any]:
         """Each generated token against the logits in float32 after the tokens before it.
 
         Gaps are those between the best logit and the chosen token's, in standard deviations of the logits.
@@ -67,8 +71,8 @@ class PlainModel:
         positions = wrong = ties = 0
         ours = theirs = 0.0
         for ids in sequences:
-            exact, rounded = self._logits(self._exact, ids), self._logits(self._rounded, ids)
-            chosen = exact.new_tensor(ids[-OUTPUT:]).long()
+            exact, rounded = _logits(self._exact, ids, output), _logits(self._rounded, ids, output)
+            chosen = exact.new_tensor(ids[-output:]).long()
             gaps = exact.amax(-1) - exact.gather(-1, chosen[:, None])[:, 0]
             plain_gaps = exact.amax(-1) - exact.gather(-1, rounded.argmax(-1, keepdim=True))[:, 0]
             differ = exact.argmax(-1) != chosen
@@ -85,12 +89,13 @@ class PlainModel:
             "allowed_gap": round(theirs + BFLOAT16_GAP, 4),
         }
 
-    def _logits(self, plain: Any, ids: list[int]) -> Any:
-        """[OUTPUT, V] float32, of the positions that each generated token was sampled from."""
-        import torch
 
-        with torch.inference_mode():
-            return plain(torch.tensor([ids], device=self._place), use_cache=False).logits[0, -OUTPUT - 1 : -1].float()
+def _logits(plain: Any, ids: list[int], output: int) -> Any:
+    """[output, V] float32, of the positions that each generated token was sampled from."""
+    import torch
+
+    with torch.inference_mode():
+        return plain(torch.tensor([ids], device=plain.device), use_cache=False).logits[0, -output - 1 : -1].float()
 
 
 SECTION = Section("correctness", "tokens against plain transformers, graphs off, then on", ("qwen3-0.6b",), 140, run)

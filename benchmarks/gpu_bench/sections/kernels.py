@@ -13,7 +13,8 @@ from gpu_bench.section import NO_MODEL, Figure, Section, SectionRun
 
 ROOT = Path(__file__).parents[3]
 KERNEL_TESTS = ROOT / "tests" / "kernels"
-OF_THE_CPU = ("test_build.py", "test_sanitizers.py")  # the C++ library: no device is part of them
+# The C++ library, and the compiler for GPUs: no device is part of them.
+OF_THE_CPU = ("test_build.py", "test_sanitizers.py", "test_compiles.py")
 SMALL_FILES = (KERNEL_TESTS / "test_elementwise.py", KERNEL_TESTS / "test_recordable.py")
 PROCESSES = 8  # at a time: most of the time is spent on compiling, by one core each
 NONE_SELECTED = 5  # pytest's exit status

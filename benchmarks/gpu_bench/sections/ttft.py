@@ -11,7 +11,7 @@ ROUNDS = 3
 def run(run: SectionRun) -> Iterator[Figure]:
     lengths = (16, 200) if run.small else (128, 1024, 4096, 16384)
     burst, burst_length = (4, 40) if run.small else (32, 1024)
-    bench = run.bench(max_model_len=40960)
+    bench = run.usual_bench()
     bench.run([(lengths[0], 2)])
     for length in lengths:
         alone, cached = [], []
@@ -33,7 +33,6 @@ def run(run: SectionRun) -> Iterator[Figure]:
     floor = run.ceilings.seconds(type(whole)(whole.bytes, whole.flop * burst))
     yield Figure(f"last of {burst} prompts of {burst_length} at once", first[-1] * 1e3, "ms", floor * 1e3,
                  {"p50_ms": round(median(first) * 1e3, 1)})  # fmt: skip
-    bench.close()
 
 
 SECTION = Section("ttft", "first tokens: alone, cached, 32 prompts at once", ("qwen3-0.6b", "llama-8b"), 110, run)

@@ -68,6 +68,13 @@ def _loop(compiled: Any) -> tuple[int, int]:
     return len(longest), sum("STL" in line or "LDL" in line for line in longest)
 
 
+def _loses_order(compiled: Any) -> bool:
+    """Whether a reduction returns an index of numbers that are reordered before it, as Triton does with a reshape."""
+    text = compiled.asm["ttgir"]
+    reordered = set(re.findall(r"(%\S+) = tt.reshape %\S+ allow_reorder", text))
+    return any(reordered & {*inputs.split(", ")} for inputs in re.findall(r'"tt.reduce"\((.+?, .+?)\)', text))
+
+
 def _compile(kernel: Any, grid: tuple[int, ...]) -> Any:
     def launch(*arguments: object, **options: object) -> None:
         compiled = kernel.run(*arguments, grid=grid, warmup=True, **options)
@@ -85,6 +92,7 @@ def _compile(kernel: Any, grid: tuple[int, ...]) -> Any:
                 "waits": "griddepcontrol.wait" in ptx,
                 "waits_first": "ld.global" not in ptx.partition("griddepcontrol.wait")[0],
                 "launches": "griddepcontrol.launch_dependents" in ptx,
+                "loses_order": _loses_order(compiled),
                 "per_logit": _per_logit(kernel.fn.__name__, compiled),
                 "loop": _loop(compiled) if label in LOOPS else None,
             }

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace_kernels import AttentionMeta, catalog
+from headrace_kernels import catalog
 from headrace_kernels.gpu import availability
 
 
@@ -69,8 +69,8 @@ class _OnGpu:
         storages: dict[int, tuple[Any, Any]] = {}
 
         def to_gpu(x: Any) -> Any:
-            if isinstance(x, AttentionMeta):
-                return AttentionMeta(*(to_gpu(getattr(x, entry.name)) for entry in dataclasses.fields(x) if entry.init))
+            if dataclasses.is_dataclass(x) and not isinstance(x, type):  # the meta of a step, options of rows
+                return type(x)(*(to_gpu(getattr(x, entry.name)) for entry in dataclasses.fields(x) if entry.init))
             if not isinstance(x, Tensor):
                 return x
             storage = x.untyped_storage()

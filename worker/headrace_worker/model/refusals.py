@@ -55,13 +55,14 @@ _RECURRENT = (
     "olmo_hybrid qwen3_5_moe_text qwen3_5_text qwen3_next"
 )
 RECURRENT = frozenset(_RECURRENT.split())
+_INDEXED = ("indexed_attention", "deepseek_sparse_attention")  # the second: in older files
 # attention: in older files. The last one is full attention up to the lengths that `check_limits` allows.
 ATTENTION_TYPES = (
     "full_attention",
     "sliding_attention",
     "attention",
     "hybrid",
-    "indexed_attention",
+    *_INDEXED,
     "chunked_attention",
 )
 STATE_TYPES = ("linear_attention", "mamba", "conv", "hybrid")  # mamba: linear_attention in older files
@@ -213,7 +214,7 @@ def check_layer_types(config: Any) -> None:
         return
     recurrent = config.model_type in RECURRENT
     known = {*ATTENTION_TYPES, *STATE_TYPES, *_OTHER_TYPES} if recurrent else {*ATTENTION_TYPES} - {"hybrid"}
-    known -= set() if config_value(config, "index_topk") else {"indexed_attention"}
+    known -= set() if config_value(config, "index_topk") else {*_INDEXED}
     known -= set() if config.model_type == "llama4_text" else {"chunked_attention"}
     for layer, kind in enumerate(kinds):
         if not isinstance(kind, str) or kind not in known:

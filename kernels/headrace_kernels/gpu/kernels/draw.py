@@ -231,10 +231,11 @@ def draw_above(
         if tl.max(tl.where(allowed, 1, 0)) > 0:
             noisy = tl.div_rn(x, temperature) + noise_of(hash_of(key, index.to(tl.int64)))
             noisy = tl.where(allowed, noisy, float("-inf"))
-            peak, where = tl.max(tl.reshape(noisy, (TILE * SUB,)), 0, return_indices=True)
+            peak = tl.max(noisy)
             if peak > top:
                 top = peak
-                top_index = tl.load(listed + at + where // SUB) * SUB + where % SUB
+                # Not the index that `max` can return: Triton reorders what it reshapes for a reduction, but no indices.
+                top_index = tl.min(tl.where(noisy == peak, index, V))
     return top_index
 
 

@@ -37,9 +37,9 @@ def tiles_of(
     if LONG:
         seq = sequences_of(tile, query_starts, num_seqs, TILE_TOKENS)
     known = (seq >= 0) & (seq < num_seqs)
-    start = tl.load(query_starts + seq, mask=known, other=0)
-    query_len = tl.load(query_starts + seq + 1, mask=known, other=0) - start
-    seq_len = tl.load(seq_lens + seq, mask=known, other=0)
+    start = tl.load(query_starts + seq, mask=known, other=0).to(tl.int32)
+    query_len = tl.load(query_starts + seq + 1, mask=known, other=0).to(tl.int32) - start
+    seq_len = tl.load(seq_lens + seq, mask=known, other=0).to(tl.int32)
     if LONG:
         first = (tile - seq - start // TILE_TOKENS) * TILE_TOKENS
         known = known & (query_len > SHORT) & (first < query_len)

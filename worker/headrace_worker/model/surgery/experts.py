@@ -14,6 +14,9 @@ from headrace_worker.model.packable import PackableLinear, PackableMatrix
 from headrace_worker.model.surgery.mlp import FusedMlp, activation
 from headrace_worker.model.surgery.verify import TOKENS, agrees, random_input
 
+# Forms of experts that transformers marks, of those that its version knows.
+_OTHER_FORMS = ("is_transposed", "has_bias", "has_post_expert_norm")
+
 
 class FusedExperts(nn.Module):
     """The experts of transformers' interface, one after another, each over its tokens."""
@@ -83,7 +86,7 @@ def fuse_experts(module: nn.Module, _window: int, verify: bool) -> FusedExperts 
     if "TopKRouter" in type(module).__name__:
         return _fuse_router(module)
     is_usual = getattr(module, "is_concatenated", False) and getattr(module, "has_gate", False)
-    if not is_usual or any(getattr(module, name) for name in ("is_transposed", "has_bias", "has_post_expert_norm")):
+    if not is_usual or any(getattr(module, name, False) for name in _OTHER_FORMS):
         return None
     return _fuse_experts(module, verify)
 
