@@ -39,22 +39,12 @@ def run(run: SectionRun) -> Iterator[Figure]:
 def plain_model(bench: "Bench", loaded: Any) -> "PlainModel":
     """With the weights of an engine."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
 
-    from headrace_worker.model.load import load
-    from headrace_worker.model.surgery import SurgeryPlan
+    from headrace_worker import accuracy
 
-    weights = load(bench.config, plan=SurgeryPlan.none()).module.state_dict()
-    config = AutoConfig.from_pretrained(loaded.source.path)
-
-    def make(dtype: torch.dtype) -> Any:
-        plain = AutoModelForCausalLM.from_config(config, dtype=dtype).to(loaded.device.torch_device).eval()
-        plain.load_state_dict(weights, strict=False)
-        plain.tie_weights()
-        return plain
-
-    exact = make(torch.float32)
-    return PlainModel(exact, exact if loaded.dtype is torch.float32 else make(loaded.dtype))
+    weights = accuracy.dense(bench.config)
+    exact = accuracy.plain_model(weights, torch.float32)
+    return PlainModel(exact, exact if loaded.dtype is torch.float32 else accuracy.plain_model(weights, loaded.dtype))
 
 
 class PlainModel:

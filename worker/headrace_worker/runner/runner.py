@@ -85,6 +85,7 @@ class Runner:
         self._graphs: StepGraphs | None = None
         self._kv_listener = kv_listener
         self._written: Callable[[int, Tensor], None] | None = None
+        self.on_scored: Callable[[Tensor], None] | None = None  # logits [P, V] of a step's scored positions
 
     def launch(self, plan: StepPlan) -> StepHandle:
         """One step on a replica of one rank: all of the following parts, in order. Raises RunnerBrokenError."""
@@ -263,6 +264,8 @@ class Runner:
             return SampleOutput(self.device, *recorded.drawn(batch), stored=True)
         drawn, scores = len(batch.sample_rows), None
         if batch.scored_rows:
+            if self.on_scored is not None:
+                self.on_scored(logits[drawn:])
             scores = self.sampler.score(logits[drawn:], batch.scored_rows, self.rows.gather_tokens(*batch.scored))
         samples = SampleBatch(
             self.device, logits[:drawn], batch.sample_rows, batch.sample_positions,

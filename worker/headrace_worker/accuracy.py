@@ -1,0 +1,183 @@
+"""How close a served model is to a reference: the next-token distributions of both over a text.
+
+    served: an engine with every change from outside (packed codes, own kernels) ─┐
+                                                                                  ├─▶ distance per position
+    reference: plain transformers with dense weights, of the same files or others ┘
+
+One of both is in memory at a time, beside the logits of the first: 4 bytes for each position and token of the
+vocabulary.
+"""
+
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from dataclasses import replace as replaced
+from typing import Any, NamedTuple
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from headrace_proto.errors import ModelUnsupportedError
+from headrace_worker.assembly.assemble import Assembly, assemble
+from headrace_worker.core.config import ReplicaConfig
+from headrace_worker.core.plan import RowSampling
+from headrace_worker.core.progress import Progress, ignore_progress
+from headrace_worker.model import buffers
+from headrace_worker.model.load import LoadedModel, load
+from headrace_worker.model.surgery import SurgeryPlan
+from headrace_worker.offline import OfflineEngine, Prompt
+
+WINDOW = 512  # tokens of a sequence
+_POSITIONS = 64  # compared at once
+_APART = 0.5  # of a matrix' size, by which it may differ from the original's; rounding to 4 bits costs 0.1 to 0.2
+
+
+class Bound(NamedTuple):
+    """What an execution may differ by from the same stored values, dequantized."""
+
+    divergence: float  # mean, nats
+    same: float  # share of positions with the same first choice
+
+
+EXACT = Bound(1e-6, 0.999)  # float32
+ROUNDED = Bound(1e-3, 0.985)  # inputs in bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class Accuracy:
+    """Of all positions of a text whose next token is known."""
+
+    positions: int
+    divergence: float  # mean of KL(reference ‖ served), nats
+    divergence_p99: float
+    same: float  # share of positions with the same most probable token
+    likelihood: float  # mean log-probability of the text's tokens: served less reference
+
+    def is_within(self, bound: Bound) -> bool:
+        return self.divergence <= bound.divergence and self.same >= bound.same
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What `check` found."""
+
+    execution: str  # device and dtype of the served model
+    bound: Bound
+    dense: Accuracy  # against the same files, dequantized
+    original: Accuracy | None = None  # against another checkpoint
+    apart: tuple[tuple[str, float], ...] = ()  # matrices that are too far from the original's, and how far
+
+    @property
+    def is_right(self) -> bool:
+        return self.dense.is_within(self.bound) and not self.apart
+
+
+def check(
+    config: ReplicaConfig, text: str, tokens: int, original: str | None = None, report: Progress = ignore_progress
+) -> Report:
+    """Compares a model of one rank, as it is served, with its own files, and with the checkpoint `original`.
+
+    Of the text the first `tokens` are computed. Raises a HeadraceError.
+    """
+    assembly = assemble(config, report)
+    loaded = assembly.model
+    execution = f"{loaded.device.torch_device.type} in {loaded.dtype_name}"
+    bound = EXACT if loaded.dtype is torch.float32 and config.cpu_arithmetic == "exact" else ROUNDED
+    encoded = Tokenizer.from_str(loaded.facts.tokenizer_json.decode()).encode(text).ids
+    sequences = windows(encoded, tokens, assembly.max_model_len - 1)
+    logits = served(assembly, sequences, report)
+    del assembly, loaded
+    plain = dense(config, report)
+    found = compare(logits, plain, sequences, report)
+    if original is None:
+        return Report(execution, bound, found)
+    other = dense(replaced(config, source=original, revision=None), report)
+    apart = tuple(each for each in farthest(plain, other) if not each[1] <= _APART)
+    del plain
+    return Report(execution, bound, found, compare(logits, other, sequences, report), apart)
+
+
+def windows(ids: Sequence[int], tokens: int, limit: int) -> list[list[int]]:
+    """The first `tokens` ids in sequences of at most WINDOW, and of `limit`. Raises ModelUnsupportedError."""
+    ids, length = ids[:tokens], min(WINDOW, limit)
+    found = [list(ids[start : start + length]) for start in range(0, len(ids), length)]
+    found = [window for window in found if len(window) > 1]
+    if not found:
+        raise ModelUnsupportedError("The text has fewer than two tokens: give a longer one with --text.")
+    return found
+
+
+def served(assembly: Assembly, sequences: Sequence[Sequence[int]], report: Progress = ignore_progress) -> Tensor:
+    """Logits [P, V] in float32, on the host, of each position but a sequence's last."""
+    found: list[Tensor] = []
+    assembly.runner.on_scored = lambda logits: found.append(logits.to("cpu", torch.float32, copy=True))
+    engine = OfflineEngine(assembly)
+    sampling = RowSampling(temperature=0.0, prompt_logprobs=0)
+    for number, sequence in enumerate(sequences):
+        report("computing the text as it is served", number / len(sequences))
+        [done] = engine.generate([Prompt(sequence, 1, sampling, ignore_eos=True)])
+        if done.error:
+            raise ModelUnsupportedError(f"The text could not be computed: {done.error}")
+    return torch.cat(found)
+
+
+def plain_model(loaded: LoadedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """Plain transformers with the weights of a model that was loaded with `SurgeryPlan.none()`; they are shared."""
+    with torch.device("meta"):
+        config = deepcopy(loaded.config)
+        plain: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+    place = loaded.device.torch_device
+    buffers.compute_buffers(plain, place)
+    weights = {name: tensor.to(dtype) for name, tensor in loaded.module.state_dict().items()}
+    plain.load_state_dict(weights, strict=False, assign=True)
+    plain.tie_weights()
+    plain.config.use_cache = False
+    return plain.eval()
+
+
+def dense(config: ReplicaConfig, report: Progress = ignore_progress) -> LoadedModel:
+    """The checkpoint without any change from outside, its matrices dequantized."""
+    return load(replaced(config, cpu_arithmetic="exact"), report, plan=SurgeryPlan.none())
+
+
+@torch.inference_mode()
+def compare(
+    logits: Tensor, model: LoadedModel, sequences: Sequence[Sequence[int]], report: Progress = ignore_progress
+) -> Accuracy:
+    """logits: see `served`. model: see `dense`. Raises ModelUnsupportedError for another vocabulary."""
+    if model.vocab_size != logits.shape[1]:
+        raise ModelUnsupportedError(
+            f"The reference has {model.vocab_size:,} tokens, the model {logits.shape[1]:,}: give one with the same "
+            "tokenizer."
+        )
+    plain = plain_model(model, model.dtype)
+    divergences: list[Tensor] = []
+    same, likelihood = 0, 0.0
+    counts = [len(sequence) - 1 for sequence in sequences]
+    for number, (sequence, mine) in enumerate(zip(sequences, torch.split(logits, counts), strict=True)):
+        report("computing the text by the reference", number / len(sequences))
+        ids = torch.tensor([sequence], device=model.device.torch_device)
+        other = plain(input_ids=ids, use_cache=False).logits[0, :-1].cpu()
+        for start in range(0, len(other), _POSITIONS):
+            at = slice(start, start + _POSITIONS)
+            ours, theirs = mine[at].double().log_softmax(-1), other[at].double().log_softmax(-1)
+            following = ids[0, 1:, None].cpu()[at]
+            divergences.append((theirs.exp() * (theirs - ours)).sum(-1))
+            same += int((ours.argmax(-1) == theirs.argmax(-1)).sum())
+            likelihood += float((ours - theirs).gather(1, following).sum())
+    every, count = torch.cat(divergences).clamp(min=0), sum(counts)
+    return Accuracy(count, float(every.mean()), float(every.quantile(0.99)), same / count, likelihood / count)
+
+
+def farthest(model: LoadedModel, original: LoadedModel, count: int = 3) -> list[tuple[str, float]]:
+    """The matrices that differ most from those of the original, each by ‖difference‖ / ‖original‖."""
+    others = original.module.state_dict()
+    found: list[tuple[str, float]] = []
+    for name, tensor in model.module.state_dict().items():
+        other: Any = others.get(name)
+        if other is not None and other.shape == tensor.shape and tensor.dim() >= 2:
+            norm = float(other.float().norm())
+            found.append((name, float((tensor.float() - other.float()).norm()) / norm if norm else 0.0))
+    return sorted(found, key=lambda each: -each[1])[:count]
