@@ -100,10 +100,10 @@ def test_the_error_names_a_damaged_file_and_with_several_models_the_model(folder
 
 def test_a_family_that_is_not_served_is_named_before_ray_starts(folder: Path) -> None:
     """Wherever models are checked: at a start, by a controller, and for `apply` and `rollout --set`."""
-    config = {"model_type": "llama", "quantization_config": {"quant_method": "awq"}}
+    config = {"model_type": "llama", "quantization_config": {"quant_method": "hqq"}}
     (folder / "config.json").write_text(json.dumps(config))
     models = ({"name": "good"}, {"source": str(folder), "name": "bad"})
-    assert rejection(spec(*models)).startswith("bad: The checkpoint is quantized by awq, which is not served")
+    assert rejection(spec(*models)).startswith("bad: The checkpoint is quantized by hqq, which is not served")
     for check in (check_local, check_models):
         with pytest.raises(HeadraceError, match="bad: The checkpoint is quantized"):
             check(spec(*models), print)

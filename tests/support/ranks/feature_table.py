@@ -75,6 +75,23 @@ CACHED = re.compile(
 )
 BOUNDED = re.compile(r"test_a_window_bounds_the_cache\[(?P<tp>\d)-(?P<pp>\d)\]")
 
+FORMAT = re.compile(r"test_tokens\[(?P<family>\w+)-(?P<format>[\w-]+?)-(?P<tp>\d)-(?P<pp>\d)-(?P<ep>True|False)\]")
+FORMATS = {
+    "fp8-block": "FP8, a scale for each block",
+    "fp8-tensor": "FP8, one scale",
+    "fbgemm": "FP8, a scale for each output (fbgemm_fp8)",
+    "modelopt": "FP8, one scale (modelopt)",
+    "compressed-tensors": "FP8, a scale for each output (compressed-tensors)",
+    "awq": "AWQ",
+    "gptq": "GPTQ, 4 bits",
+    "gptq-8": "GPTQ, 8 bits",
+    "gptq-v2": "GPTQ, 4 bits, zeros as stored (v2)",
+    "gptq-act-order": "GPTQ, 4 bits, act-order",
+    "int4": "int4 (compressed-tensors)",
+    "int4-zero": "int4 with zeros (compressed-tensors)",
+    "int8-w8a8": "int8 W8A8, inputs not rounded (compressed-tensors)",
+}
+
 HEAD = """# What runs with what
 
 Each mark is a test that ran: greedy tokens in float32, alone and in a mixed batch with chunked prefill, equal to plain
@@ -85,6 +102,13 @@ pools the test can look into. Written by `tests/support/ranks/feature_table.py`.
 
 What requests may ask for (seeds, penalties, bias, stops, logprobs, preemption, cached prefixes, cancels) is tested over
 processes at tp 2, pp 2 and both in `tests/worker/parallel/test_process_requests.py`.
+
+"""
+
+FORMATS_HEAD = """
+## Quantized checkpoints
+
+The same for tiny checkpoints in each [format](formats.md), beside plain transformers with the same values in float32.
 
 """
 
@@ -115,14 +139,35 @@ def table(results: list[tuple[str, bool]]) -> str:
                 family = {REAL: "SmolLM2-135M", BOUNDED: "mistral"}.get(pattern) or found["family"]
                 key = family, column.format(**found.groupdict())
                 cells[key] = cells.get(key, True) and passed
+    return _lines("family | what is special", {name: f"{name} | {kind}" for name, kind in KINDS.items()}, cells)
+
+
+def format_table(results: list[tuple[str, bool]]) -> str:
+    """Formats of quantized checkpoints and families down, splits across."""
+    cells = {
+        (" ".join(found.group("format", "family")), _split(found)): passed
+        for name, passed in results
+        if (found := FORMAT.fullmatch(name)) and found["format"] in FORMATS
+    }
+    rows = dict.fromkeys(row for row, _ in cells)
+    titles = {row: f"{FORMATS[row.split()[0]]} | {row.split()[1]}" for row in rows}
+    return _lines("format | family", titles, cells)
+
+
+def _split(found: re.Match[str]) -> str:
+    return f"{'ep' if found['ep'] == 'True' else 'tp'} {found['tp']} pp {found['pp']}"
+
+
+def _lines(head: str, titles: dict[str, str], cells: dict[tuple[str, str], bool]) -> str:
     columns = list(dict.fromkeys(column for _, column in cells))
     columns.sort(key=lambda column: (("tp", "ep", "pr", "ca").index(column[:2]), column))
-    lines = ["| family | what is special | " + " | ".join(columns) + " |", "| --- | --- |" + " :-: |" * len(columns)]
-    for family, kind in KINDS.items():
-        marks = [{True: "✓", False: "✗", None: ""}[cells.get((family, column))] for column in columns]
-        lines.append(f"| {family} | {kind} | " + " | ".join(marks) + " |")
+    lines = [f"| {head} | " + " | ".join(columns) + " |", "| --- | --- |" + " :-: |" * len(columns)]
+    for row, title in titles.items():
+        marks = [{True: "✓", False: "✗", None: ""}[cells.get((row, column))] for column in columns]
+        lines.append(f"| {title} | " + " | ".join(marks) + " |")
     return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
-    TARGET.write_text(HEAD + table([case for report in sys.argv[1:] for case in outcomes(Path(report))]))
+    found = [case for report in sys.argv[1:] for case in outcomes(Path(report))]
+    TARGET.write_text(HEAD + table(found) + FORMATS_HEAD + format_table(found))

@@ -10,6 +10,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 BLOCK = (48, 40)  # neither divides the sizes of the tiny models
+GROUP = 16
+_AWQ_PLACES = (0, 2, 4, 6, 1, 3, 5, 7)  # the output of each nibble of a word
 FORMATS: dict[str, dict[str, Any]] = {
     "fp8-block": {"quant_method": "fp8", "weight_block_size": list(BLOCK), "activation_scheme": "dynamic"},
     "fp8-tensor": {"quant_method": "fp8", "activation_scheme": "static"},
@@ -23,6 +25,24 @@ FORMATS: dict[str, dict[str, Any]] = {
         },
     },
 }
+_GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True}
+
+
+def _compressed(format: str, bits: int, **weights: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": {"num_bits": bits, "type": "int"} | weights}
+    return {"quant_method": "compressed-tensors", "format": format, "config_groups": {"group_0": group}}
+
+
+INTEGER_FORMATS: dict[str, dict[str, Any]] = {
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True},
+    "gptq": _GPTQ,
+    "gptq-8": _GPTQ | {"bits": 8},
+    "gptq-act-order": _GPTQ | {"desc_act": True, "sym": False},
+    "gptq-v2": _GPTQ | {"sym": False, "checkpoint_format": "gptq_v2"},
+    "int4": _compressed("pack-quantized", 4, group_size=GROUP, strategy="group"),
+    "int4-zero": _compressed("pack-quantized", 4, group_size=GROUP, strategy="group", symmetric=False),
+    "int8-w8a8": _compressed("int-quantized", 8, strategy="channel"),
+}
 
 
 def save_quantized(dense: Path, folder: Path, kind: str) -> Path:
@@ -35,6 +55,10 @@ def save_quantized(dense: Path, folder: Path, kind: str) -> Path:
     for name, weight in load_file(dense / "model.safetensors").items():
         if weight.dim() != 2 or not name.endswith("_proj.weight"):
             values[name] = stored[name] = weight
+            continue
+        if kind in INTEGER_FORMATS:
+            values[name], parts = _integers(weight, kind)
+            stored |= {name.replace("weight", part): tensor.contiguous() for part, tensor in parts.items()}
             continue
         scale = _scale(weight, kind)
         spread = _spread(scale, weight)
@@ -51,7 +75,9 @@ def save_quantized(dense: Path, folder: Path, kind: str) -> Path:
     save_file({name: value.clone() for name, value in values.items()}, twin / "model.safetensors", {"format": "pt"})
     save_file(stored, quantized / "model.safetensors", {"format": "pt"})
     config = json.loads((dense / "config.json").read_text())
-    (quantized / "config.json").write_text(json.dumps(config | {"quantization_config": FORMATS[kind]}))
+    (quantized / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {**FORMATS, **INTEGER_FORMATS}[kind]})
+    )
     return twin
 
 
@@ -75,3 +101,48 @@ def _spread(scale: Tensor, weight: Tensor) -> Tensor:
         return scale.expand(weight.shape)
     whole = scale.repeat_interleave(BLOCK[0], 0).repeat_interleave(BLOCK[1], 1)
     return whole[: weight.shape[0], : weight.shape[1]]
+
+
+def _integers(weight: Tensor, kind: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """The values, and the stored tensors by the last part of their names."""
+    outputs, inputs = weight.shape
+    bits = 8 if "8" in kind else 4
+    group = inputs if kind == "int8-w8a8" else GROUP
+    index = torch.arange(inputs) // group
+    if kind == "gptq-act-order":  # the same for all matrices with the same input
+        index = index[torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs))]
+    grouped = weight[:, index.argsort(stable=True)].view(outputs, -1, group)
+    largest = (1 << bits) - 1
+    if kind in ("awq", "gptq-act-order", "gptq-v2", "int4-zero"):
+        low, high = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
+        scale = ((high - low) / largest).half().float()
+        zero = (-low / scale).round().clamp(1, largest)
+    else:
+        scale = (grouped.abs().amax(-1) / (largest // 2)).half().float()
+        zero = torch.full_like(scale, 1 << bits - 1)
+    scale, zero = scale.to(torch.bfloat16).float() if kind.startswith("int") else scale, zero.int()
+    codes = ((weight / scale[:, index]).round() + zero[:, index]).clamp(0, largest).int()
+    values = (codes - zero[:, index]).float() * scale[:, index]
+    if kind == "int8-w8a8":
+        return values, {"weight": (codes - 128).to(torch.int8), "weight_scale": scale.to(torch.bfloat16)}
+    if kind.startswith("int4"):
+        parts = {
+            "weight_packed": _words(codes, bits, 1),
+            "weight_scale": scale.to(torch.bfloat16),
+            "weight_shape": torch.tensor([outputs, inputs]),
+        }
+        return values, parts | ({"weight_zero_point": _words(zero, bits, 0)} if kind == "int4-zero" else {})
+    scales = scale.T.half()
+    if kind == "awq":
+        order = torch.arange(outputs).view(-1, 8)[:, _AWQ_PLACES].flatten()
+        packed, zeros = _words(codes.T[:, order], bits, 1), _words(zero.T[:, order], bits, 1)
+        return values, {"qweight": packed, "qzeros": zeros, "scales": scales}
+    zeros = _words(zero.T - int(kind != "gptq-v2"), bits, 1)
+    parts = {"qweight": _words(codes.T, bits, 0), "qzeros": zeros, "scales": scales, "g_idx": index.int()}
+    return values, parts | {"bias": torch.zeros(outputs)}
+
+
+def _words(codes: Tensor, bits: int, dim: int) -> Tensor:
+    """int32 words of neighbours along `dim`, the first one in the lowest bits."""
+    parts = codes.movedim(dim, -1).long().unflatten(-1, (-1, 32 // bits)) << torch.arange(32 // bits) * bits
+    return parts.sum(-1).to(torch.int32).movedim(-1, dim)

@@ -13,12 +13,14 @@ from safetensors.torch import load_file, save_file
 from headrace_proto.errors import ModelLoadError, ModelUnsupportedError
 from headrace_worker.model.headers import read_headers
 from headrace_worker.model.load import load
+from headrace_worker.model.packable import PackableLinear, PackedLinear
 from headrace_worker.model.quantized.config import read_scheme, with_quantization
 from headrace_worker.model.quantized.weights import QuantizedWeights
 from headrace_worker.model.sharding.cuts import Cut
 from headrace_worker.model.source import resolve
+from headrace_worker.model.surgery import SurgeryPlan
 from headrace_worker.model.weights import SafetensorsWeights
-from support.worker.quantized import FORMATS, save_quantized
+from support.worker.quantized import FORMATS, INTEGER_FORMATS, save_quantized
 from support.worker.tiny_models import replica_config
 
 VECTORS = Path(__file__).parents[4] / "shared" / "formats"
@@ -33,7 +35,13 @@ def _open(file: Path) -> tuple[QuantizedWeights, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.skipif(not VECTORS.is_dir(), reason="the matrices of published formats are not part of the project")
-@pytest.mark.parametrize("name", ["fp8_block", "fp8_tensor", "ct_fp8_channel"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("fp8_block", "fp8_tensor", "ct_fp8_channel", "awq_gemm", "gptq_sym", "gptq_act_order", "gptq_v2", "gptq_8"),
+        *("ct_int4", "ct_int4_zero", "ct_int8_w8a8"),
+    ],
+)
 def test_values_of_published_formats(name: str) -> None:
     weights, tensors = _open(VECTORS / f"{name}.safetensors")
     values = weights.read("m.weight")
@@ -46,6 +54,95 @@ def test_values_of_published_formats(name: str) -> None:
     rows, columns = ((1, 7), (9, outputs)), ((3, inputs - 5),)
     part = weights.read("m.weight", (Cut(0, rows), Cut(1, columns)))
     assert torch.equal(part, torch.cat([values[1:7], values[9:]])[:, 3:-5])
+    matrix = weights.read_codes("m.weight")
+    assert (matrix is None) == ("fp8" in name)
+    if matrix is None:
+        return
+    assert torch.equal(matrix.dense(), values) and matrix.shape == values.shape
+    some = weights.read_codes("m.weight", (Cut(0, rows),))
+    assert some is not None and torch.equal(some.dense(), torch.cat([values[1:7], values[9:]]))
+    assert weights.read_codes("m.weight", (Cut(1, columns),)) is None, "no whole groups"
+    x = torch.randn(3, inputs, generator=torch.Generator().manual_seed(1))
+    product = PackedLinear(PackableLinear(matrix, None))(x)
+    expected = x.double() @ values.double().T
+    assert float((product - expected).norm() / expected.norm()) < 5e-7
+
+
+def test_parts_of_whole_groups_stay_codes(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    for kind in ("awq", "gptq-v2", "int4-zero", "gptq-8"):
+        save_quantized(tiny("llama"), tmp_path / kind, kind)
+        scheme = read_scheme("llama", INTEGER_FORMATS[kind])
+        assert scheme is not None
+        weights = QuantizedWeights(SafetensorsWeights([tmp_path / kind / "quantized" / "model.safetensors"]), scheme)
+        name = "model.layers.0.mlp.down_proj.weight"
+        values = weights.read(name)
+        part = weights.read_codes(name, (Cut(0, ((3, 20),)), Cut(1, ((16, 48),))))
+        assert part is not None and torch.equal(part.dense(), values[3:20, 16:48])
+
+
+def _change(
+    name: str, change: Callable[[torch.Tensor], torch.Tensor | None]
+) -> Callable[[dict[str, torch.Tensor]], None]:
+    def apply(tensors: dict[str, torch.Tensor]) -> None:
+        changed = change(tensors.pop(f"model.layers.0.self_attn.q_proj.{name}"))
+        if changed is not None:
+            tensors[f"model.layers.0.self_attn.q_proj.{name}"] = changed
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    ("kind", "damage", "sentence"),
+    [
+        ("gptq", _change("scales", lambda _: None), "has no 'scales' beside it: the checkpoint is incomplete"),
+        ("gptq", _change("g_idx", lambda index: index + 1), "has groups outside of 0 to 2: the checkpoint is damaged"),
+        ("gptq", _change("g_idx", lambda index: index * 0), "has groups of other sizes than 16, which is not read"),
+        (
+            "awq",
+            _change("qzeros", lambda zeros: zeros[:2].clone()),
+            r"'.*qzeros' is \[2, 6\], but .* requires \[3, 6\]",
+        ),
+        (
+            "int4",
+            _change("weight_shape", lambda shape: shape // 2),
+            r"has a weight_shape of \[24, 24\], which is not read",
+        ),
+        ("int4", _change("weight_scale", lambda scale: scale * torch.inf), "are not finite: the checkpoint is damaged"),
+        ("int8-w8a8", _change("weight_scale", lambda scale: scale.T.clone()), r"requires \[48, 1\]: config.json and"),
+    ],
+)
+def test_damaged_codes(
+    kind: str,
+    damage: Callable[[dict[str, torch.Tensor]], None],
+    sentence: str,
+    tiny: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    save_quantized(tiny("llama"), tmp_path, kind)
+    file = tmp_path / "quantized" / "model.safetensors"
+    tensors = load_file(file)
+    damage(tensors)
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(ModelLoadError, match=sentence):
+        load(replica_config(tmp_path / "quantized"))
+
+
+@pytest.mark.parametrize("kind", INTEGER_FORMATS)
+def test_codes_stay_packed_on_a_cpu(kind: str, tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    twin = save_quantized(tiny("llama"), tmp_path, kind)
+    packed, dense = (load(replica_config(folder)) for folder in (tmp_path / "quantized", twin))
+    headers = read_headers(resolve(str(tmp_path / "quantized"), "auto", None))
+    stored = load_file(tmp_path / "quantized" / "model.safetensors")
+    biases = sum(
+        tensor.numel() for name, tensor in stored.items() if name.endswith(".bias")
+    )  # zeros, which are left out
+    dense_numbers = sum(tensor.numel() for tensor in load_file(twin / "model.safetensors").values())
+    assert headers.elements == dense_numbers + biases
+    assert headers.packed_bytes <= packed.weight_bytes + 4 * biases < dense.weight_bytes
+    # As on a GPU: dequantized, in the model's dtype.
+    plain = load(replica_config(tmp_path / "quantized"), plan=SurgeryPlan.none()).module.state_dict()
+    for name, values in load(replica_config(twin), plan=SurgeryPlan.none()).module.state_dict().items():
+        assert torch.equal(plain[name], values), name
 
 
 @pytest.mark.parametrize("kind", FORMATS)

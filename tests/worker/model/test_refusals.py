@@ -49,13 +49,13 @@ def folder(path: Path, **fields: Any) -> Path:
     ("fields", "sentence"),
     [
         (LLAMA | {"quantization_config": {"quant_method": "hqq"}}, "quantized by hqq, which is not"),
-        (LLAMA | {"quantization_config": {"quant_method": "awq", "bits": 4}}, "quantized by awq, which is not"),
+        (LLAMA | {"quantization_config": {"quant_method": "hqq", "bits": 4}}, "quantized by hqq, which is not"),
         (
             outer("lfm2_vl", "lfm2", layer_types=["conv"] * 3),
             "lfm2 model has no layer of attention, but recurrent state alone",
         ),
         (outer("llava", "llama", layer_types=["mamba"] * 3), "Layer 0 of this llama model is 'mamba'"),
-        (outer("internvl", "qwen2") | {"quantization_config": {"quant_method": "awq"}}, "quantized by awq"),
+        (outer("internvl", "qwen2") | {"quantization_config": {"quant_method": "hqq"}}, "quantized by hqq"),
         (
             outer("qwen3_vl", "qwen3_vl_text"),
             r"language model of qwen3_vl \(qwen3_vl_text\) has no causal class of its own",
@@ -149,8 +149,8 @@ def test_code_of_the_folder_runs_with_the_flag_alone(tmp_path: Path) -> None:
     source = resolve(str(tmp_path))
     read_headers(source, trust_remote_code=True)
     assert type(read_config(source, None, trust_remote_code=True)).__name__ == "OwnConfig"
-    folder(tmp_path, **fields | {"quantization_config": {"quant_method": "awq"}})
-    with pytest.raises(ModelUnsupportedError, match=r"quantized by awq, which is not"):
+    folder(tmp_path, **fields | {"quantization_config": {"quant_method": "hqq"}})
+    with pytest.raises(ModelUnsupportedError, match=r"quantized by hqq, which is not"):
         read_headers(source, trust_remote_code=True)
 
 
@@ -171,7 +171,7 @@ def test_code_of_the_folder_does_not_run_where_transformers_has_the_class(tmp_pa
 
 def test_a_gguf_is_advised_where_it_can_be_read(tmp_path: Path) -> None:
     for family, advice in (("qwen3", r"safetensors or a GGUF\.$"), ("qwen3_moe", r"safetensors\.$")):
-        source = folder(tmp_path, model_type=family, **TINY, quantization_config={"quant_method": "awq"})
+        source = folder(tmp_path, model_type=family, **TINY, quantization_config={"quant_method": "hqq"})
         with pytest.raises(ModelUnsupportedError, match=advice):
             read_headers(resolve(str(source), "dummy"))
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from support.ranks.workloads import prompts
-from support.worker.quantized import FORMATS, save_quantized
+from support.worker.quantized import FORMATS, INTEGER_FORMATS, save_quantized
 
 
 @pytest.mark.parametrize(
@@ -20,6 +20,12 @@ from support.worker.quantized import FORMATS, save_quantized
         ("qwen3_moe", "fp8-block", 2, 1, True),
         ("qwen3_moe", "compressed-tensors", 2, 1, False),
         ("deepseek_v3", "fp8-block", 2, 1, False),
+        *(("llama", kind, 1, 1, False) for kind in INTEGER_FORMATS),
+        ("llama", "awq", 2, 2, False),
+        ("llama", "gptq-act-order", 2, 1, False),
+        ("llama", "int4-zero", 2, 1, False),
+        ("qwen3_moe", "awq", 2, 1, True),
+        ("qwen3_moe", "int4", 2, 1, False),
     ],
 )
 def test_tokens(

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from headrace_proto.errors import ModelLoadError, ModelUnsupportedError
+from headrace_worker.model.packable import PackableMatrix
 from headrace_worker.model.sharding.cuts import Cut, Cuts, spans_of
 from headrace_worker.model.weights import Weights, join
 
@@ -119,8 +120,8 @@ class ConvertedWeights:
         ranges = [spans_of(cuts, dim, size) for dim, size in enumerate(self.shape(name))]
         return join(ranges, lambda spans: self._made[name].read(self._stored, spans))
 
-    def packed_share(self, name: str) -> float:
-        return self._stored.packed_share(self._names[name]) if name in self._names else 1.0
+    def read_codes(self, name: str, cuts: Cuts = ()) -> PackableMatrix | None:
+        return self._stored.read_codes(self._names[name], cuts) if name in self._names else None
 
 
 def converted(

@@ -16,7 +16,7 @@ from headrace_worker.model.gguf_codes import format_of, read_codes
 from headrace_worker.model.gguf_config import ROPE_FACTORS, weight_names
 from headrace_worker.model.gguf_file import GgufFile, GgufTensor
 from headrace_worker.model.gguf_metadata import number, text
-from headrace_worker.model.gguf_tensors import check_tensors, packed_bytes, storage_of
+from headrace_worker.model.gguf_tensors import check_tensors, storage_of
 from headrace_worker.model.packable import PackableMatrix
 from headrace_worker.model.sharding.cuts import Cuts, spans_of
 from headrace_worker.model.weights import check_name, join
@@ -52,10 +52,6 @@ class GgufWeights:
         """How many matrices have codes, which stay as they are on a CPU."""
         kinds = (storage_of(tensor).kind for tensor in self._by_name.values() if len(tensor.shape) == 2)
         return sum(format_of(kind) is not None for kind in kinds)
-
-    def packed_share(self, name: str) -> float:
-        tensor = self._by_name[name]
-        return packed_bytes(tensor) / (4 * prod(tensor.shape))
 
     def read_codes(self, name: str, cuts: Cuts = ()) -> PackableMatrix | None:
         """A matrix without its values; None where it has no codes, or is cut within their groups."""

@@ -16,7 +16,7 @@ from headrace_worker.model.gguf_file import GgufFile
 from headrace_worker.model.gguf_tensors import check_tensors, packed_bytes
 from headrace_worker.model.gguf_tokenizer import check_gguf_tokenizer
 from headrace_worker.model.json_files import read_object
-from headrace_worker.model.quantized.config import with_quantization
+from headrace_worker.model.quantized.config import read_scheme, with_quantization
 from headrace_worker.model.refusals import check_config_file, check_limits, check_recurrent, check_rope, text_fields
 from headrace_worker.model.safetensors_files import TEXT_PARTS, count_elements, open_files
 from headrace_worker.model.source import ModelSource
@@ -75,5 +75,7 @@ def _folder_headers(source: ModelSource, trust_remote_code: bool) -> Headers:
     layers = config.get("num_hidden_layers")
     handles = open_files(source.weights, "numpy")
     parts = TEXT_PARTS if config is not whole else ()
-    elements, matrices, halves = count_elements(handles, layers if isinstance(layers, int) else None, parts)
-    return Headers(elements, config, 4 * elements - 2 * halves, 4 * elements - 2 * matrices)
+    scheme = read_scheme(str(config.get("model_type")), whole.get("quantization_config"))
+    bits = scheme.bits if scheme is not None else 8
+    found = count_elements(handles, layers if isinstance(layers, int) else None, parts, bits)
+    return Headers(found.elements, config, found.packed_bytes(), found.packed_bytes(rounded=True))

@@ -189,5 +189,5 @@ def open_weights(
     if gguf is not None:
         return GgufWeights(gguf)
     stored = SafetensorsWeights(source.weights)
-    weights = stored if scheme is None else QuantizedWeights(stored, scheme)
+    weights = stored if scheme is None else QuantizedWeights(stored, scheme, sharding.shapes)
     return converted(weights, model, sharding.shapes, names)

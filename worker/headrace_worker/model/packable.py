@@ -21,10 +21,14 @@ from headrace_worker.model.latent import is_latent
 
 
 class PackableMatrix:
-    """A weight [out, in], which is packed once, for all modules that share it."""
+    """A weight [out, in], which is packed once, for all modules that share it.
 
-    def __init__(self, values: Codes | Tensor, form: Form) -> None:
+    order: [in], of the inputs that the columns of its codes belong to; None if they are in order.
+    """
+
+    def __init__(self, values: Codes | Tensor, form: Form, order: Tensor | None = None) -> None:
         self.shape = values.shape
+        self.order = order
         self.form = form
         self._values: Codes | Tensor | None = values
         self._packed: PackedWeight | None = None
@@ -47,7 +51,9 @@ class PackableMatrix:
     def dense(self) -> Tensor:
         """All values in float32; only until it is packed."""
         values = self.values
-        return values.float() if isinstance(values, Tensor) else values.dense()
+        if isinstance(values, Tensor):
+            return values.float()
+        return values.dense() if self.order is None else values.dense()[:, self.order.argsort()]
 
     def packed(self) -> PackedWeight:
         """Packs it, if that was not done."""
@@ -82,9 +88,12 @@ class PackedLinear(nn.Module):
         self.bf16 = bf16 and self.packed.form is not Form.FLOAT32 and self.packed.inputs % 8 == 0
         self.weight: Tensor | None = None
         self.register_buffer("bias", None if linear.bias is None else linear.bias.detach())
+        self.order = linear.matrix.order
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
+        if self.order is not None:
+            x = x.index_select(-1, self.order)
         return ops.packed_matmul(x, self.packed, self.packed_bias(), self.bf16)
 
     def packed_bias(self) -> Tensor | None:
@@ -127,16 +136,24 @@ class PackedEmbedding(nn.Embedding):
 
 
 def merge_packable(parts: list[PackableLinear], bias: Tensor | None) -> PackableLinear:
-    """One linear whose outputs are those of `parts`, concatenated; codes beside other values become float32."""
+    """One linear whose outputs are those of `parts`, concatenated.
+
+    Codes beside other values become float32, and so do codes whose columns are in different orders.
+    """
     values = [part.matrix.values for part in parts]
     form = max((part.matrix.form for part in parts), key=lambda form: form.bits)
     codes = [value for value in values if isinstance(value, Codes)]
-    if len(codes) == len(values):
-        return PackableLinear(PackableMatrix(concatenate(codes), form), bias)
+    order = parts[0].matrix.order
+    if len(codes) == len(values) and all(_equal(part.matrix.order, order) for part in parts):
+        return PackableLinear(PackableMatrix(concatenate(codes), form, order), bias)
     if codes:
         return PackableLinear(PackableMatrix(torch.cat([part.matrix.dense() for part in parts]), Form.FLOAT32), bias)
     dense = [value for value in values if isinstance(value, Tensor)]
     return PackableLinear(PackableMatrix(torch.cat(dense), form), bias)
+
+
+def _equal(order: Tensor | None, other: Tensor | None) -> bool:
+    return order is other or (order is not None and other is not None and torch.equal(order, other))
 
 
 def can_be_packed(model: nn.Module, name: str) -> bool:

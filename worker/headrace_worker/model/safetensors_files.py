@@ -1,10 +1,11 @@
 """Opens the safetensors files of a checkpoint: each header is read and checked against its file. Imports no torch."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
@@ -14,6 +15,9 @@ from headrace_proto.errors import ModelLoadError
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 # Modules of the language model in checkpoints of several models.
 TEXT_PARTS = ("language_model", "text_model")
+_CODES = ("qweight", "weight_packed", "weight")
+_CODE_BITS = {"I32": 32, "I8": 8}
+_SCALES = ("scales", "weight_scale")
 _LAYER = re.compile(r"^(?:(?:model|language_model|text_model)\.)*layers\.([0-9]{1,9})\.")
 
 
@@ -44,23 +48,44 @@ def open_files(files: Iterable[Path], framework: str) -> dict[str, Any]:
     return handles
 
 
+class Counted(NamedTuple):
+    """Numbers of a model's tensors in floating point, those among them that are codes included."""
+
+    elements: int = 0
+    matrices: int = 0  # of matrices that are no codes
+    halves: int = 0  # of these in bfloat16
+    codes: int = 0
+    code_bytes: int = 0  # of codes, with their scales
+
+    def packed_bytes(self, *, rounded: bool = False) -> int:
+        """On a CPU in float32, where codes and bfloat16 stay as they are; rounded: all matrices in bfloat16."""
+        return 4 * (self.elements - self.codes) - 2 * (self.matrices if rounded else self.halves) + self.code_bytes
+
+
 def count_elements(
-    handles: dict[str, Any], layers: int | None = None, parts: tuple[str, ...] = ()
-) -> tuple[int, int, int]:
-    """Elements of all floating-point tensors that a model of `layers` layers (None: unknown) reads; those of its
-    matrices among them; those of its matrices in bfloat16.
+    handles: dict[str, Any], layers: int | None = None, parts: tuple[str, ...] = (), bits: int = 8
+) -> Counted:
+    """Of all tensors that a model of `layers` layers (None: unknown) reads. bits: of a code.
 
     parts: if any, tensors in modules of these names alone are counted.
     """
-    elements = of_matrices = in_bfloat16 = 0
+    found = Counter[str]()
     names = [name for name in handles if _is_read(name, layers) and (not parts or {*name.split(".")} & {*parts})]
-    for view in (handles[name].get_slice(name) for name in names):
-        shape, dtype = view.get_shape(), view.get_dtype()
-        if "F" in dtype:
-            elements += prod(shape)
-            of_matrices += prod(shape) * (len(shape) == 2)
-            in_bfloat16 += prod(shape) * (len(shape) == 2 and dtype == "BF16")
-    return elements, of_matrices, in_bfloat16
+    for name in names:
+        view, leaf = handles[name].get_slice(name), name.rpartition(".")[2]
+        size, dtype = prod(view.get_shape()), view.get_dtype()
+        if dtype in _CODE_BITS and leaf in _CODES:
+            found["codes"] += (count := size * _CODE_BITS[dtype] // bits)
+            found["elements"] += count
+            found["code_bytes"] += size * _CODE_BITS[dtype] // 8
+        elif leaf in _SCALES:
+            found["code_bytes"] += size * (4 if "32" in dtype else 2)
+        elif "F" in dtype:
+            found["elements"] += size
+            if len(view.get_shape()) == 2:
+                found["matrices"] += size
+                found["halves"] += size * (dtype == "BF16")
+    return Counted(**found)
 
 
 def _is_read(name: str, layers: int | None) -> bool:

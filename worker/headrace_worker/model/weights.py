@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -33,16 +33,9 @@ class Weights(Protocol):
     def __iter__(self) -> Iterator[str]: ...
     def shape(self, name: str) -> tuple[int, ...]: ...
     def read(self, name: str, cuts: Cuts = ()) -> Tensor: ...
-    def packed_share(self, name: str) -> float:
-        """The memory of a packed tensor, of that in float32."""
+    def read_codes(self, name: str, cuts: Cuts = ()) -> PackableMatrix | None:
+        """A matrix without its values; None where it has no codes, or is cut within their groups."""
         ...
-
-
-@runtime_checkable
-class CodedWeights(Protocol):
-    """A checkpoint of which some matrices are codes."""
-
-    def read_codes(self, name: str, cuts: Cuts = ()) -> PackableMatrix | None: ...
 
 
 class SafetensorsWeights:
@@ -73,9 +66,8 @@ class SafetensorsWeights:
         """As the file's header names it: F8_E4M3 and so on."""
         return str(self._handles[name].get_slice(name).get_dtype())
 
-    def packed_share(self, name: str) -> float:
-        view = self._handles[name].get_slice(name)
-        return 0.5 if view.get_dtype() == "BF16" and len(view.get_shape()) == 2 else 1.0
+    def read_codes(self, _name: str, _cuts: Cuts = ()) -> None:
+        return None
 
 
 class DummyWeights:
@@ -109,8 +101,8 @@ class DummyWeights:
         # A norm's scale is near one, and anything else near zero, as in a trained model.
         return values + 1 if "norm" in name and name.endswith("weight") else values.clone()
 
-    def packed_share(self, name: str) -> float:
-        return 1.0
+    def read_codes(self, _name: str, _cuts: Cuts = ()) -> None:
+        return None
 
 
 def cut_tensor(tensor: Tensor, cuts: Cuts) -> Tensor:
@@ -164,10 +156,9 @@ def fill(
         cuts = sharding.cuts.get(name, ())
         strict = any(part in keep_float32 for part in name.split("."))
         stays = packed is not None and can_be_packed(model, name)
-        matrix = weights.read_codes(stored, cuts) if isinstance(weights, CodedWeights) else None
+        matrix = weights.read_codes(stored, cuts)
         if matrix is not None and not stays:  # its values never exist on the host, unless that is the device
-            assert isinstance(matrix.values, Codes)
-            tensor, matrix = _expand(matrix.values, device, torch.float32 if strict else dtype), None
+            tensor, matrix = _expand(matrix, device, torch.float32 if strict else dtype), None
         elif matrix is None:
             tensor = weights.read(stored, cuts)
             if stays and tensor.is_floating_point():
@@ -187,7 +178,7 @@ def fill(
         if tensor.is_floating_point():
             target = torch.float32 if strict else dtype
         # Always a copy: a mapped file may be replaced meanwhile, and a view keeps the whole tensor in memory.
-        tensor = tensor.to(device=device, dtype=target, copy=not isinstance(weights, DummyWeights | CodedWeights))
+        tensor = tensor.to(device=device, dtype=target, copy=not isinstance(weights, DummyWeights))
         _put(model, name, tensor)
         placed += tensor.nbytes
     for name, source in shared.items():
@@ -200,13 +191,16 @@ def fill(
     return placed
 
 
-def _expand(codes: Codes, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The values of a matrix, made on the device in parts."""
+def _expand(matrix: PackableMatrix, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The values of a matrix of codes, made on the device in parts."""
+    codes, order = matrix.values, matrix.order
+    assert isinstance(codes, Codes)
+    columns = slice(None) if order is None else order.argsort().to(device)
     values = torch.empty(codes.shape, dtype=dtype, device=device)
     rows = max(1, _EXPANDED // codes.shape[1])
     for first in range(0, codes.shape[0], rows):
         part = slice(first, first + rows)
-        values[part] = codes.rows(part).to(device).dense()
+        values[part] = codes.rows(part).to(device).dense()[:, columns]
     return values
 
 

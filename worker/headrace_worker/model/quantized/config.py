@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from headrace_proto.errors import ModelUnsupportedError
 from headrace_worker.model.gguf_config import GGUF_FAMILIES
@@ -12,14 +12,24 @@ _FIELD = "quantization_config"
 _OLD_FIELD = "compression_config"  # of compressed-tensors
 _OLD_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")  # of modelopt, GPTQ and AWQ
 _LARGEST_BLOCK = 1 << 16
-SERVED = ("fp8", "fbgemm_fp8", "compressed-tensors (float-quantized)", "modelopt (FP8)")
+SERVED = (
+    "fp8",
+    "fbgemm_fp8",
+    "awq (gemm)",
+    "gptq (4 and 8 bits)",
+    "compressed-tensors (float-quantized, int-quantized, pack-quantized)",
+    "modelopt (FP8)",
+)
 
 
 class QuantizationScheme(NamedTuple):
-    """How quantized matrices are stored: e4m3 with scales."""
+    """How quantized matrices are stored."""
 
     method: str  # in quantization_config
-    block: tuple[int, int] | None = None  # outputs and inputs of one scale; None: one per output, or one for all
+    kind: Literal["e4m3", "awq", "gptq", "packed", "int8"] = "e4m3"
+    block: tuple[int, int] | None = None  # e4m3: outputs and inputs of one scale; None: one per output, or one for all
+    bits: int = 8  # of a value, without its scale
+    zeros_less: int = 0  # gptq: what is missing from stored zeros
 
 
 def with_quantization(folder: Path, fields: dict[str, Any], model: str) -> dict[str, Any]:
@@ -58,7 +68,7 @@ def read_scheme(family: str, quantization: Any) -> QuantizationScheme | None:
 def _read_fp8(fields: Mapping[str, Any]) -> QuantizationScheme | None:
     if fields.get("fmt", "e4m3") != "e4m3":
         return None
-    return QuantizationScheme("fp8", _block(fields.get("weight_block_size")))
+    return QuantizationScheme("fp8", block=_block(fields.get("weight_block_size")))
 
 
 def _read_per_output(fields: Mapping[str, Any]) -> QuantizationScheme:
@@ -69,28 +79,61 @@ def _read_modelopt(fields: Mapping[str, Any]) -> QuantizationScheme | None:
     algorithm = _kind(fields)
     if algorithm not in ("FP8", "FP8_PB_WO", "FP8_PER_CHANNEL_PER_TOKEN"):
         return None
-    return QuantizationScheme("modelopt", (128, 128) if algorithm == "FP8_PB_WO" else None)
+    return QuantizationScheme("modelopt", block=(128, 128) if algorithm == "FP8_PB_WO" else None)
+
+
+def _read_awq(fields: Mapping[str, Any]) -> QuantizationScheme | None:
+    if fields.get("bits", fields.get("w_bit", 4)) != 4 or str(fields.get("version", "gemm")).lower() != "gemm":
+        return None
+    return QuantizationScheme("awq", "awq", bits=4)
+
+
+def _read_gptq(fields: Mapping[str, Any]) -> QuantizationScheme | None:
+    bits = fields.get("bits")
+    version = fields.get("checkpoint_format") or fields.get("format") or "gptq"
+    if bits not in (4, 8) or version not in ("gptq", "gptq_v2"):
+        return None
+    return QuantizationScheme("gptq", "gptq", bits=bits, zeros_less=version == "gptq")
 
 
 def _read_compressed(fields: Mapping[str, Any]) -> QuantizationScheme | None:
     groups = fields.get("config_groups")
-    blocks = set()
-    for group in groups.values() if isinstance(groups, dict) else ():
-        weights = group.get("weights") if isinstance(group, dict) else None
-        if not isinstance(weights, dict) or (weights.get("type"), weights.get("num_bits")) != ("float", 8):
-            return None
-        by_block = weights.get("strategy") == "block"
-        blocks.add(_block(weights.get("block_structure")) if by_block else None)
-    if len(blocks) != 1 or fields.get("format") not in ("float-quantized", "naive-quantized", None):
+    found = {_compressed_group(group) for group in groups.values()} if isinstance(groups, dict) else set()
+    scheme = found.pop() if len(found) == 1 else None
+    formats = {
+        "e4m3": ("float-quantized", "naive-quantized"),
+        "packed": ("pack-quantized",),
+        "int8": ("int-quantized",),
+    }
+    if scheme is None:
         return None
-    return QuantizationScheme("compressed-tensors", blocks.pop())
+    stored = fields.get("format")
+    if scheme.kind == "packed" and scheme.bits == 8 and stored in ("int-quantized", "naive-quantized"):
+        scheme = scheme._replace(kind="int8")
+    return scheme if stored in (*formats[scheme.kind], None) else None
+
+
+def _compressed_group(group: Any) -> QuantizationScheme | None:
+    weights = group.get("weights") if isinstance(group, dict) else None
+    if not isinstance(weights, dict):
+        return None
+    kind, bits = weights.get("type"), weights.get("num_bits")
+    if kind == "float" and bits == 8:
+        by_block = weights.get("strategy") == "block"
+        return QuantizationScheme(
+            "compressed-tensors", block=_block(weights.get("block_structure")) if by_block else None
+        )
+    return QuantizationScheme("compressed-tensors", "packed", bits=bits) if kind == "int" and bits in (4, 8) else None
 
 
 def _kind(fields: Mapping[str, Any]) -> object:
     """The part of the config that says which of a method's formats it is."""
     inner = fields.get("quantization")
     named = inner if isinstance(inner, dict) else fields
-    return named.get("quant_algo") or fields.get("format") or fields.get("fmt") or fields.get("quant_type", "unknown")
+    names = ("quant_algo", "version", "checkpoint_format", "format", "fmt", "quant_type")
+    found = [str(named[name]) for name in names if named.get(name)]
+    bits = named.get("bits", named.get("w_bit"))
+    return ", ".join([*found, *([f"{bits} bits"] if bits else [])]) or "unknown"
 
 
 def _block(value: Any) -> tuple[int, int] | None:
@@ -109,6 +152,8 @@ def _block(value: Any) -> tuple[int, int] | None:
 _READERS = {
     "fp8": _read_fp8,
     "fbgemm_fp8": _read_per_output,
+    "awq": _read_awq,
+    "gptq": _read_gptq,
     "modelopt": _read_modelopt,
     "compressed-tensors": _read_compressed,
 }

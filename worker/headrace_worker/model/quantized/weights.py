@@ -1,19 +1,23 @@
 """Quantized tensors of a checkpoint under the names that the model has for their values.
 
 A matrix in e4m3 has scales beside it: one, one of each output, or one of each block. Its values are made when it is
-read, of the part that is read. Scales of inputs and of keys and values are not used: inputs are not rounded here.
+read, of the part that is read. A matrix of integer codes is read as codes (`formats.py`), where a part is whole groups.
+Scales of inputs and of keys and values are not used: inputs are not rounded here.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from headrace_kernels.packed import concatenate
 from headrace_proto.errors import ModelLoadError
 from headrace_worker.core.transfer.shards import Span
+from headrace_worker.model.packable import PackableMatrix
 from headrace_worker.model.quantized.config import QuantizationScheme
+from headrace_worker.model.quantized.formats import FORMATS, CodedMatrix
 from headrace_worker.model.sharding.cuts import Cuts, spans_of
-from headrace_worker.model.weights import SafetensorsWeights
+from headrace_worker.model.weights import SafetensorsWeights, join
 
 # Of a matrix X.weight, in the order in which they are looked for: X.weight_scale_inv and so on.
 _SCALES = ("weight_scale_inv", "weight_scale", "scale", "qscale_weight")
@@ -23,19 +27,30 @@ _NAN = 0x7F  # without its sign
 
 
 class QuantizedWeights:
-    """A checkpoint with matrices in e4m3. Raises ModelLoadError for scales that are missing or have another shape."""
+    """A checkpoint with quantized matrices. Raises ModelLoadError for scales that are missing or have another shape."""
 
-    def __init__(self, stored: SafetensorsWeights, scheme: QuantizationScheme) -> None:
+    def __init__(self, stored: SafetensorsWeights, scheme: QuantizationScheme, wanted: Container[str] = ()) -> None:
+        """wanted: names that the model has."""
         self._stored, self._scheme = stored, scheme
         self._scales: dict[str, str] = {}
-        names = set(stored)
-        for name in names:
-            if stored.dtype(name) == "F8_E4M3" and name.endswith(".weight"):
+        self._coded: dict[str, CodedMatrix] = {}
+        names, used = set(stored), set[str]()
+        format = FORMATS.get(scheme.kind)
+        for name in stored:
+            owner, _, leaf = name.rpartition(".")
+            if format is not None and leaf == format.first and stored.dtype(name) in ("I32", "I8"):
+                matrix = format(stored, names, owner, scheme)
+                self._coded[f"{owner}.weight"] = matrix
+                used |= {f"{owner}.{part}" for part in matrix.present}
+                bias = f"{owner}.bias"  # packers write one of zeros where the model has none
+                if bias in names and bias not in wanted and not bool(stored.read(bias).any()):
+                    used.add(bias)
+            elif leaf == "weight" and stored.dtype(name) == "F8_E4M3":
                 self._scales[name] = self._scale_of(name, names)
-        used = set(self._scales.values())
-        owners = {name.removesuffix(".weight") for name in self._scales}
-        unused = {name for name in names if name.rpartition(".")[2] in _UNUSED and (owners or name not in used)}
-        self._names = [name for name in stored if name not in used and name not in unused]
+        used |= set(self._scales.values())
+        quantized = bool(self._scales or self._coded)
+        unused = {name for name in names if name.rpartition(".")[2] in _UNUSED and quantized}
+        self._names = [*(name for name in stored if name not in used | unused), *self._coded]
 
     @property
     def read_bytes(self) -> int:
@@ -45,16 +60,45 @@ class QuantizedWeights:
         return iter(self._names)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._stored.shape(name)
-
-    def packed_share(self, name: str) -> float:
-        return 1.0 if name in self._scales else self._stored.packed_share(name)
+        return self._coded[name].shape if name in self._coded else self._stored.shape(name)
 
     def read(self, name: str, cuts: Cuts = ()) -> Tensor:
         """The values in float32, of a tensor that is not quantized as it is stored."""
+        if name in self._coded:
+            return self._values(self._coded[name], cuts)
         codes = self._stored.read(name, cuts)
-        if name not in self._scales:
-            return codes
+        return self._scaled(name, codes, cuts) if name in self._scales else codes
+
+    def read_codes(self, name: str, cuts: Cuts = ()) -> PackableMatrix | None:
+        """A matrix without its values; None where it has no codes, or is cut within their groups."""
+        matrix = self._coded.get(name)
+        if matrix is None:
+            return None
+        outputs, inputs = (spans_of(cuts, dim, size) for dim, size in enumerate(matrix.shape))
+        order = matrix.order()
+        whole = inputs == ((0, matrix.shape[1]),)
+        if len(inputs) > 1 or any(edge % matrix.group for edge in inputs[0]) or (order is not None and not whole):
+            return None
+        parts = [matrix.codes(span, inputs[0], order) for span in outputs]
+        return PackableMatrix(parts[0] if len(parts) == 1 else concatenate(parts), matrix.form, order)
+
+    def _values(self, matrix: CodedMatrix, cuts: Cuts) -> Tensor:
+        """Any part of a matrix of codes."""
+        ranges = [spans_of(cuts, dim, size) for dim, size in enumerate(matrix.shape)]
+        order = matrix.order()
+
+        def part(spans: tuple[Span, ...]) -> Tensor:
+            outputs, (start, end) = spans
+            group = matrix.shape[1] if order is not None else matrix.group
+            first, last = start // group * group, -(-end // group) * group
+            values = matrix.codes(outputs, (first, last), order).dense()
+            values = values if order is None else values[:, order.argsort()]
+            return values[:, start - first : end - first]
+
+        return join(ranges, part)
+
+    def _scaled(self, name: str, codes: Tensor, cuts: Cuts) -> Tensor:
+        """The values of a part of a matrix in e4m3."""
         if bool(((codes.view(torch.uint8) & _NAN) == _NAN).any()):
             raise ModelLoadError(f"Tensor {name!r} has values that are not a number: the checkpoint is damaged.")
         scale = self._stored.read(self._scales[name]).float()

@@ -41,7 +41,7 @@ def take_outputs(linear: nn.Linear, order: Tensor) -> nn.Linear:
         return _linear(linear.weight[order.to(linear.weight.device)], bias)
     values = linear.matrix.values
     taken = values.rows(order) if isinstance(values, Codes) else values[order]
-    return PackableLinear(PackableMatrix(taken, linear.matrix.form), bias)
+    return PackableLinear(PackableMatrix(taken, linear.matrix.form, linear.matrix.order), bias)
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:

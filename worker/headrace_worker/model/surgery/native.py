@@ -52,7 +52,7 @@ def native_weights(layer: FusedLayer) -> LayerWeights | None:
         return None
     products = []
     for linear in (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj):
-        if not isinstance(linear, PackedLinear):
+        if not isinstance(linear, PackedLinear) or linear.order is not None:
             return None
         products.append(Product(linear.packed, linear.packed_bias(), linear.bf16))
     if not all(norm is None or isinstance(norm, FusedRmsNorm) for norm in (attention.q_norm, attention.k_norm)):
