@@ -32,12 +32,13 @@ from gpu_bench.section import NO_MODEL, SMALL_MODEL, Section, SectionRun  # noqa
 from gpu_bench.sections import SECTIONS  # noqa: E402
 
 
-def models_of(sections: list[Section], wanted: str | None, small: bool) -> list[str]:
-    """The models that sections run with."""
-    found = dict.fromkeys(model for section in sections for model in section.models)
+def models_of(section: Section, wanted: str | None, small: bool) -> list[str]:
+    """The models that a section runs with."""
+    if section.models == (NO_MODEL,):
+        return [NO_MODEL] if wanted in (None, NO_MODEL) else []
     if small:
-        return [NO_MODEL if model == NO_MODEL else SMALL_MODEL for model in list(found)[:1]]
-    return [model for model in found if wanted is None or model == NO_MODEL or model in wanted.split(",")]
+        return [SMALL_MODEL]
+    return [model for model in section.models if wanted is None or model in wanted.split(",")]
 
 
 def device_facts(device: str) -> dict[str, Any]:
@@ -99,15 +100,23 @@ def main() -> None:
         sys.exit("There is no GPU here; --small runs the same code with a tiny model on a CPU.")
     os.environ["PYTHONPATH"] = os.pathsep.join([*IMPORTED, os.environ.get("PYTHONPATH", "")])  # of child processes
     arguments.out.mkdir(parents=True, exist_ok=True)
-    sections = [SECTIONS[name] for name in arguments.sections.split(",")]
-    models = models_of(sections, arguments.models, arguments.small)
-    if len(models) == 1:
-        chosen = [section for section in sections if arguments.small or models[0] in section.models]
-        sys.exit(not measure(chosen, models[0], device, arguments.small, arguments.out))
+    runs: dict[str, list[Section]] = {}  # by model
+    for section in (SECTIONS[name] for name in arguments.sections.split(",")):
+        for model in models_of(section, arguments.models, arguments.small):
+            runs.setdefault(model, []).append(section)
+    if not runs:
+        parser.error(f"No such model of these sections: {arguments.models}. See --list.")
+    if len(runs) == 1:
+        [(model, sections)] = runs.items()
+        sys.exit(not measure(sections, model, device, arguments.small, arguments.out))
     # A process for each model: the memory and the clocks that another one leaves change what is measured.
-    own = [sys.executable, __file__, arguments.sections, "--device", device, "--out", str(arguments.out)]
-    failed = [model for model in models if subprocess.run([*own, "--models", model], check=False).returncode]
-    sys.exit(bool(failed))
+    failed = False
+    for model, sections in runs.items():
+        names = ",".join(section.name for section in sections)
+        own = [sys.executable, __file__, names, "--models", model, "--device", device, "--out", str(arguments.out)]
+        own += ["--small"] if arguments.small else []
+        failed |= bool(subprocess.run(own, check=False).returncode)
+    sys.exit(failed)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,13 @@ EXPECTED: dict[str, tuple[str, str, Any]] = {  # section: a figure, and a fact o
 }
 
 
-TOGETHER = "ttft", "decode", "other-caches", "serving"  # with one engine
+TOGETHER = (
+    "libraries",
+    "ttft",
+    "decode",
+    "other-caches",
+    "serving",
+)  # a process without a model, and one with one engine
 
 
 @pytest.mark.parametrize("name", [*(name for name in SECTIONS if name not in TOGETHER), ",".join(TOGETHER)])
@@ -41,6 +47,14 @@ def test_a_section_runs_small_on_a_cpu(name: str, tmp_path: Path) -> None:
         if section in EXPECTED:
             figure, fact, value = EXPECTED[section]
             assert figures[section, figure]["extra"][fact] == value
+
+
+@pytest.mark.parametrize("wrong", [["nonsense"], ["ttft", "--models", "nonsense"]])
+def test_names_that_do_not_exist(wrong: list[str]) -> None:
+    done = subprocess.run(
+        [*COMMAND, *wrong, "--device", "cuda"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2 and "nonsense" in done.stderr
 
 
 LLAMA = ModelSizes(

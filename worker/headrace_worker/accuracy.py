@@ -4,14 +4,15 @@
                                                                                   ├─▶ distance per position
     reference: plain transformers with dense weights, of the same files or others ┘
 
-One of both is in memory at a time, beside the logits of the first: 4 bytes for each position and token of the
-vocabulary.
+The engine is gone before a reference is loaded; its logits stay: 4 bytes for each position and token of the vocabulary.
 """
 
+import gc
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from dataclasses import replace as replaced
+from math import inf
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +32,7 @@ from headrace_worker.offline import OfflineEngine, Prompt
 
 WINDOW = 512  # tokens of a sequence
 _POSITIONS = 64  # compared at once
+_NAMED = 3  # matrices that are too far from the original's
 _APART = 0.5  # of a matrix' size, by which it may differ from the original's; rounding to 4 bits costs 0.1 to 0.2
 
 
@@ -89,12 +91,19 @@ def check(
     sequences = windows(encoded, tokens, assembly.max_model_len - 1)
     logits = served(assembly, sequences, report)
     del assembly, loaded
+    gc.collect()  # an engine is part of cycles, and its cache may have most of a GPU's memory
     plain = dense(config, report)
     found = compare(logits, plain, sequences, report)
     if original is None:
         return Report(execution, bound, found)
     other = dense(replaced(config, source=original, revision=None), report)
-    apart = tuple(each for each in farthest(plain, other) if not each[1] <= _APART)
+    distances = matrix_distances(plain, other)
+    if not distances:
+        raise ModelUnsupportedError(
+            f"{original} has no matrix with the name and shape of one of this model: give the checkpoint that it was "
+            "made from."
+        )
+    apart = tuple(each for each in distances if not each[1] <= _APART)[:_NAMED]
     del plain
     return Report(execution, bound, found, compare(logits, other, sequences, report), apart)
 
@@ -171,13 +180,13 @@ def compare(
     return Accuracy(count, float(every.mean()), float(every.quantile(0.99)), same / count, likelihood / count)
 
 
-def farthest(model: LoadedModel, original: LoadedModel, count: int = 3) -> list[tuple[str, float]]:
-    """The matrices that differ most from those of the original, each by ‖difference‖ / ‖original‖."""
+def matrix_distances(model: LoadedModel, original: LoadedModel) -> list[tuple[str, float]]:
+    """‖difference‖ / ‖original‖ of each matrix that both models have, the largest first."""
     others = original.module.state_dict()
     found: list[tuple[str, float]] = []
     for name, tensor in model.module.state_dict().items():
         other: Any = others.get(name)
         if other is not None and other.shape == tensor.shape and tensor.dim() >= 2:
-            norm = float(other.float().norm())
-            found.append((name, float((tensor.float() - other.float()).norm()) / norm if norm else 0.0))
-    return sorted(found, key=lambda each: -each[1])[:count]
+            size, difference = float(other.float().norm()), float((tensor.float() - other.float()).norm())
+            found.append((name, difference / size if size else inf if difference else 0.0))
+    return sorted(found, key=lambda each: -each[1])

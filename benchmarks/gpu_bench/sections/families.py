@@ -6,7 +6,7 @@ Each family has sizes of its own, so most of the time is spent on compiling: sev
 import multiprocessing
 import os
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -31,11 +31,12 @@ def run(run: SectionRun) -> Iterator[Figure]:
     every = {**RECURRENT, **OTHER_CACHES, **FAMILIES}
     families = [name for name, config in every.items() if config.get("model_type", name) in CONFIG_MAPPING]
     processes = max(1, min(PROCESSES, (os.cpu_count() or 1) - 1))
-    # A process per family: a fault of a CUDA context ends one of them, and what one compiled is found by the others.
+    # A process per family: after an error of CUDA everything else in its process fails, too.
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=spawn, max_tasks_per_child=1) as pool:
-        found = {name: pool.submit(compare, name, run.folder / name, run.device) for name in families}
-        for name, future in found.items():
+        found = {pool.submit(compare, name, run.folder / name, run.device): name for name in families}
+        for future in as_completed(found):
+            name = found[future]
             try:
                 facts = future.result()
             except Exception as error:

@@ -72,7 +72,10 @@ def _print(source: str, found: "Report", reference: str) -> None:
             "bounds of this execution. Please report it with the name of the model."
         )
     for name, difference in found.apart:
-        print(f"Wrong: {name} differs from the original by {difference:.0%} of its size: the checkpoint is damaged.")
+        print(
+            f"Wrong: {name} differs from the original's by {difference:.0%} of its size: the checkpoint is damaged, or "
+            "was made from another one."
+        )
 
 
 class _Stages:

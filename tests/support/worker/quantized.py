@@ -16,7 +16,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "fp8-block": {"quant_method": "fp8", "weight_block_size": list(BLOCK), "activation_scheme": "dynamic"},
     "fp8-tensor": {"quant_method": "fp8", "activation_scheme": "static"},
     "fbgemm": {"quant_method": "fbgemm_fp8"},
-    "modelopt": {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"},
+    "modelopt": {"quant_method": "modelopt", "quant_algo": "FP8", "version": "0.29", "kv_cache_quant_algo": "FP8"},
     "compressed-tensors": {
         "quant_method": "compressed-tensors",
         "format": "float-quantized",

@@ -15,7 +15,7 @@ from headrace_proto.errors import ModelUnsupportedError
 from headrace_worker.accuracy import EXACT, Accuracy, check, compare, dense, served, windows
 from headrace_worker.assembly.assemble import assemble
 from support.worker.quantized import save_quantized
-from support.worker.tiny_models import replica_config
+from support.worker.tiny_models import TINY, replica_config, save_random
 
 TEXT = "The quick brown fox jumps over the lazy dog, and again. " * 6
 DAMAGED = "model.layers.1.mlp.up_proj.weight"
@@ -46,6 +46,9 @@ def test_a_damaged_scale_is_found(tiny: Callable[..., Path], tmp_path: Path) -> 
     assert found.dense.is_within(EXACT), "both were read from the same files"
     assert not found.is_right and [name for name, _ in found.apart] == [DAMAGED]
     assert found.original is not None and found.original.divergence > 1e-3
+    other = save_random({"model_type": "llama"} | TINY | {"hidden_size": 32}, tmp_path / "other")
+    with pytest.raises(ModelUnsupportedError, match="has no matrix with the name and shape"):
+        check(config, TEXT, 50, original=str(other))
     # What a wrong reader or kernel would do: the served values are not those of the files.
     sequences = [list(range(3, 90))]
     logits = served(assemble(config), sequences)

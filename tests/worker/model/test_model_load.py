@@ -85,6 +85,7 @@ def test_wrong_shape(folder: Path) -> None:
         ({"model_type": "t5", "is_encoder_decoder": True}, "encoder-decoder"),
         ({"model_type": "nonsense"}, "'nonsense', which transformers .* does not support"),
         ({"layer_types": ["full_attention", "linear_attention", "full_attention"]}, "linear_attention"),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4.0}}, r"by awq \(4.0 bits\), which is not served"),
         (
             {"quantization_config": {"quant_method": "gptq", "bits": 3}},
             r"quantized by gptq \(3 bits\), which is not served",

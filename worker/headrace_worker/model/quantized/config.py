@@ -76,20 +76,22 @@ def _read_per_output(fields: Mapping[str, Any]) -> QuantizationScheme:
 
 
 def _read_modelopt(fields: Mapping[str, Any]) -> QuantizationScheme | None:
-    algorithm = _kind(fields)
+    inner = fields.get("quantization")
+    algorithm = (inner if isinstance(inner, dict) else fields).get("quant_algo")
     if algorithm not in ("FP8", "FP8_PB_WO", "FP8_PER_CHANNEL_PER_TOKEN"):
         return None
     return QuantizationScheme("modelopt", block=(128, 128) if algorithm == "FP8_PB_WO" else None)
 
 
 def _read_awq(fields: Mapping[str, Any]) -> QuantizationScheme | None:
-    if fields.get("bits", fields.get("w_bit", 4)) != 4 or str(fields.get("version", "gemm")).lower() != "gemm":
+    bits = _bits(fields, "bits") or _bits(fields, "w_bit") or 4
+    if bits != 4 or str(fields.get("version", "gemm")).lower() != "gemm":
         return None
     return QuantizationScheme("awq", "awq", bits=4)
 
 
 def _read_gptq(fields: Mapping[str, Any]) -> QuantizationScheme | None:
-    bits = fields.get("bits")
+    bits = _bits(fields, "bits")
     version = fields.get("checkpoint_format") or fields.get("format") or "gptq"
     if bits not in (4, 8) or version not in ("gptq", "gptq_v2"):
         return None
@@ -117,13 +119,19 @@ def _compressed_group(group: Any) -> QuantizationScheme | None:
     weights = group.get("weights") if isinstance(group, dict) else None
     if not isinstance(weights, dict):
         return None
-    kind, bits = weights.get("type"), weights.get("num_bits")
+    kind, bits = weights.get("type"), _bits(weights, "num_bits")
     if kind == "float" and bits == 8:
         by_block = weights.get("strategy") == "block"
         return QuantizationScheme(
             "compressed-tensors", block=_block(weights.get("block_structure")) if by_block else None
         )
     return QuantizationScheme("compressed-tensors", "packed", bits=bits) if kind == "int" and bits in (4, 8) else None
+
+
+def _bits(fields: Mapping[str, Any], name: str) -> int:
+    """0 where the field is missing; -1 where it is no whole number."""
+    value = fields.get(name, 0)
+    return value if type(value) is int else -1
 
 
 def _kind(fields: Mapping[str, Any]) -> object:

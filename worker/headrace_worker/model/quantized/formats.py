@@ -7,9 +7,10 @@ first one in the lowest bits, along the inputs or the outputs of a matrix X.weig
     GPTQ               X.qweight [in * bits / 32, out], X.qzeros [groups, out * bits / 32], X.scales, maybe X.g_idx [in]
     pack-quantized     X.weight_packed [out, in * bits / 32], X.weight_scale [out, groups], X.weight_shape [2],
                        maybe X.weight_zero_point [out * bits / 32, groups], X.weight_g_idx [in]
-    int-quantized      X.weight [out, in] int8, X.weight_scale [out, 1] or one
+    int-quantized      X.weight [out, in] int8, X.weight_scale [out, 1] or a single number
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Container
 from typing import ClassVar
 
@@ -27,7 +28,7 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place in a word of each of eight ou
 _SIZES = (4, 8)  # bits of a code
 
 
-class CodedMatrix:
+class CodedMatrix(ABC):
     """A matrix of codes. Subclasses name its tensors, and read spans of them.
 
     Raises ModelLoadError for a tensor that is missing or has another shape than the others require.
@@ -102,18 +103,21 @@ class CodedMatrix:
         scale = scale.float()
         return Codes(codes, scale, -zeros.float() * scale)
 
+    @abstractmethod
     def _measure(self) -> None:
         """Sets shape, bits and groups."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _codes(self, outputs: Span, inputs: Span) -> Tensor:
-        raise NotImplementedError
+        """[outputs, inputs] uint8."""
 
+    @abstractmethod
     def _scale(self, outputs: Span, groups: Span) -> Tensor:
-        raise NotImplementedError
+        """[outputs, groups] in floating point."""
 
+    @abstractmethod
     def _zeros(self, outputs: Span, groups: Span) -> Tensor | int:
-        raise NotImplementedError
+        """[outputs, groups] of integers, or the one of all."""
 
     def _name(self, name: str) -> str:
         return f"{self._owner}.{name}"
