@@ -1,20 +1,20 @@
 """PackedWeight: a matrix whose values stay in few bits, in panels of 16 outputs, as the CPU's kernels read them.
 
 A value is `scale * code + minimum`, with one scale and minimum per group of inputs. A panel has the scales of its
-groups [G, 16], then the minima [G, 16] where they are stored, then the codes, less the centre of their range, as signed
-numbers:
+groups [G, 16], then the minima [G, 16] where they are stored, then the codes; whole ones less the centre of their
+range, as signed numbers:
 
-    float32    [in, 16]
-    bfloat16   [in / 2, 16, 2]
-    8 bits     [in, 16]
-    4 bits     [in / 8, 16, 4]: a byte has the codes of two inputs, the first one in its low half
+    float32         [in, 16]
+    bfloat16        [in / 2, 16, 2]
+    8 bits, e4m3    [in, 16]
+    4 bits, e2m1    [in / 8, 16, 4]: a byte has the codes of two inputs, the first one in its low half
 
 Outputs are padded to whole panels by zeros.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import IntEnum
+from dataclasses import dataclass, replace
+from enum import Enum, IntEnum
 
 import torch
 from torch import Tensor
@@ -29,11 +29,24 @@ class Form(IntEnum):
     BFLOAT16 = 1
     CODES8 = 2
     CODES4 = 3
+    E4M3 = 4
+    E2M1 = 5
 
     @property
     def bits(self) -> int:
         """Of a value without its group's scale."""
-        return (32, 16, 8, 4)[self]
+        return (32, 16, 8, 4, 8, 4)[self]
+
+
+class Kind(Enum):
+    """What codes are."""
+
+    INTEGER = "integer"
+    E4M3 = "e4m3"  # as torch.float8_e4m3fn
+    E2M1 = "e2m1"  # 0, 0.5, 1, 1.5, 2, 3, 4, 6, and the same negative
+
+
+E2M1_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
 @dataclass(frozen=True)
@@ -41,13 +54,14 @@ class Codes:
     """A matrix in few bits, not packed yet.
 
     codes [out, in] uint8. scale, minimum [out, in / group] float16 or float32, of one dtype; without a minimum it is
-    -offset * scale.
+    -offset * scale. Only integers have a minimum or an offset.
     """
 
     codes: Tensor
     scale: Tensor
     minimum: Tensor | None = None
     offset: int = 0
+    kind: Kind = Kind.INTEGER
 
     @property
     def shape(self) -> torch.Size:
@@ -62,22 +76,30 @@ class Codes:
     def dense(self) -> Tensor:
         """The values [out, in] in float32. Products are exact, sums rounded once: as the gguf package computes them."""
         outputs, inputs = self.codes.shape
-        codes = self.codes.view(outputs, self.scale.shape[1], self.group).float()
+        codes = self._numbers().view(outputs, self.scale.shape[1], self.group)
         scale = self.scale.float()[:, :, None]
         values = (
             (codes - self.offset) * scale if self.minimum is None else codes * scale + self.minimum.float()[:, :, None]
         )
         return values.view(outputs, inputs)
 
+    def _numbers(self) -> Tensor:
+        """The codes [out, in] in float32."""
+        if self.kind is Kind.E4M3:
+            return self.codes.contiguous().view(torch.float8_e4m3fn).float()
+        if self.kind is Kind.E2M1:
+            return torch.tensor(E2M1_NUMBERS, device=self.codes.device)[self.codes.int()]
+        return self.codes.float()
+
     def to(self, device: torch.device) -> "Codes":
         """The same on a device."""
         minimum = None if self.minimum is None else self.minimum.to(device)
-        return Codes(self.codes.to(device), self.scale.to(device), minimum, self.offset)
+        return replace(self, codes=self.codes.to(device), scale=self.scale.to(device), minimum=minimum)
 
     def rows(self, index: Tensor | slice) -> "Codes":
         """Some of the outputs, in this order."""
         minimum = None if self.minimum is None else self.minimum[index]
-        return Codes(self.codes[index], self.scale[index], minimum, self.offset)
+        return replace(self, codes=self.codes[index], scale=self.scale[index], minimum=minimum)
 
     def columns(self, start: int, end: int) -> "Codes":
         """The inputs [start, end), which are whole groups. Raises ValueError."""
@@ -85,11 +107,13 @@ class Codes:
             raise ValueError(f"inputs {start} to {end} are no whole groups of {self.group}")
         groups = slice(start // self.group, end // self.group)
         minimum = None if self.minimum is None else self.minimum[:, groups]
-        return Codes(self.codes[:, start:end], self.scale[:, groups], minimum, self.offset)
+        return replace(self, codes=self.codes[:, start:end], scale=self.scale[:, groups], minimum=minimum)
 
 
 def concatenate(parts: Sequence[Codes]) -> Codes:
-    """The outputs of all parts, in order. Parts of different kinds get the finest groups, and minima in float32."""
+    """The outputs of all parts, in order, whose codes are of one kind. Where parts differ otherwise they get the finest
+    groups, and scales (of integers minima, too) in float32.
+    """
     first = parts[0]
     kinds = {(part.group, part.scale.dtype, part.minimum is None, part.offset) for part in parts}
     if len(kinds) > 1:
@@ -101,15 +125,18 @@ def concatenate(parts: Sequence[Codes]) -> Codes:
         torch.cat([part.scale for part in parts]),
         torch.cat(minima) if minima else None,
         first.offset if len(kinds) == 1 else 0,
+        first.kind,
     )
 
 
 def _general(codes: Codes, group: int) -> Codes:
     """The same values with scales and minima in float32 for smaller groups."""
-    scale = codes.scale.float()
-    minimum = scale * -codes.offset if codes.minimum is None else codes.minimum.float()
     times = codes.group // group
-    return Codes(codes.codes, scale.repeat_interleave(times, 1), minimum.repeat_interleave(times, 1))
+    scale = codes.scale.float().repeat_interleave(times, 1)
+    if codes.kind is not Kind.INTEGER:
+        return replace(codes, scale=scale)
+    minimum = None if codes.minimum is None else codes.minimum.float().repeat_interleave(times, 1)
+    return Codes(codes.codes, scale, scale * -codes.offset if minimum is None else minimum)
 
 
 @dataclass(frozen=True)
@@ -142,16 +169,16 @@ def pack_dense(weight: Tensor) -> PackedWeight:
 
 
 def pack_codes(codes: Codes, form: Form) -> PackedWeight:
-    """form: of 8 or 4 bits. A group of 4-bit codes has a multiple of eight inputs. Raises ValueError."""
+    """form: for this kind of codes. A group of 4-bit codes has a multiple of eight inputs. Raises ValueError."""
     outputs, inputs = codes.codes.shape
-    if form is Form.CODES4 and codes.group % 8:
+    if form.bits == 4 and codes.group % 8:
         raise ValueError(f"a group of {codes.group} inputs is no multiple of 8")
     parts = [_bytes(_panels(codes.scale).transpose(1, 2))]
     if codes.minimum is not None:
         parts.append(_bytes(_panels(codes.minimum).transpose(1, 2)))
     centre = _centre(codes, form)
     panels = _panels(codes.codes - centre & 255 >> 8 - form.bits)
-    if form is Form.CODES8:
+    if form.bits == 8:
         parts.append(_bytes(panels.transpose(1, 2)))
     else:
         pairs = panels.view(-1, WIDTH, inputs // 8, 4, 2)
@@ -171,6 +198,8 @@ def pack_codes(codes: Codes, form: Form) -> PackedWeight:
 
 def _centre(codes: Codes, form: Form) -> int:
     """Of the range that the codes use: far from zero, sums of codes would lose digits against those of the minima."""
+    if codes.kind is not Kind.INTEGER:
+        return 0
     if form is Form.CODES4:
         return 8
     largest = int(codes.codes.max()) if codes.codes.numel() else 0

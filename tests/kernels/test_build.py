@@ -67,7 +67,7 @@ def test_concurrent_builds_share_torchs_openmp(tmp_path: Path) -> None:
 _BITS = """
 import hashlib, torch, headrace_kernels as k
 from headrace_kernels.meta import StateMeta
-from headrace_kernels.packed import Codes, Form, pack_codes, pack_dense
+from headrace_kernels.packed import Codes, Form, Kind, pack_codes, pack_dense
 torch.manual_seed(0)
 results = []
 x = torch.randn(30, 512)
@@ -76,6 +76,10 @@ for weight in (torch.randn(100, 512), torch.randn(100, 512).bfloat16()):
 for form in (Form.CODES8, Form.CODES4):
     codes = torch.randint(0, 1 << form.bits, (100, 512), dtype=torch.uint8)
     results.append(k.ops.packed_matmul(x, pack_codes(Codes(codes, torch.rand(100, 16), torch.rand(100, 16)), form)))
+for form, kind, sizes in ((Form.E4M3, Kind.E4M3, 127), (Form.E2M1, Kind.E2M1, 8)):
+    codes = torch.randint(0, sizes, (100, 512), dtype=torch.uint8)
+    codes[::2] |= 1 << form.bits - 1
+    results.append(k.ops.packed_matmul(x, pack_codes(Codes(codes, torch.rand(100, 16), kind=kind), form)))
 results += [k.rms_norm(x, torch.rand(512), 1e-5), k.silu_mul(x), k.gelu_mul(x), k.ops.row_logsumexp(x)]
 results += [k.ops.sigmoid(x[:, :77]), k.ops.softplus(x[:, :77])]
 meta = k.AttentionMeta(

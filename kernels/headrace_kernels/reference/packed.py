@@ -4,7 +4,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from headrace_kernels.packed import WIDTH, Codes, Form, PackedWeight
+from headrace_kernels.packed import WIDTH, Codes, Form, Kind, PackedWeight
+
+_KINDS = {Form.E4M3: Kind.E4M3, Form.E2M1: Kind.E2M1}
 
 
 def packed_matmul(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, bf16: bool = False) -> Tensor:
@@ -34,13 +36,14 @@ def unpack(weight: PackedWeight) -> Tensor:
     scale = _numbers(data[:, :size], weight)
     minimum = _numbers(data[:, size : 2 * size], weight) if weight.minima else None
     raw = data[:, size * (2 if weight.minima else 1) :]
-    if weight.form is Form.CODES8:
+    if weight.form.bits == 8:
         codes = raw.reshape(-1, inputs, WIDTH)
     else:
         quads = raw.reshape(-1, inputs // 8, WIDTH, 4)
         codes = torch.stack([quads & 15, quads >> 4], -1).transpose(2, 3).transpose(3, 4).reshape(-1, inputs, WIDTH)
     codes = codes + weight.centre & 255 >> 8 - weight.form.bits
-    return Codes(_outputs(codes, weight), scale, minimum, weight.offset).dense()
+    kind = _KINDS.get(weight.form, Kind.INTEGER)
+    return Codes(_outputs(codes, weight), scale, minimum, weight.offset, kind).dense()
 
 
 def _numbers(raw: Tensor, weight: PackedWeight) -> Tensor:

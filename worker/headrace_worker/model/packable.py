@@ -138,13 +138,14 @@ class PackedEmbedding(nn.Embedding):
 def merge_packable(parts: list[PackableLinear], bias: Tensor | None) -> PackableLinear:
     """One linear whose outputs are those of `parts`, concatenated.
 
-    Codes beside other values become float32, and so do codes whose columns are in different orders.
+    Codes beside other values become float32, and so do codes of several kinds, or with columns in several orders.
     """
     values = [part.matrix.values for part in parts]
     form = max((part.matrix.form for part in parts), key=lambda form: form.bits)
     codes = [value for value in values if isinstance(value, Codes)]
     order = parts[0].matrix.order
-    if len(codes) == len(values) and all(_equal(part.matrix.order, order) for part in parts):
+    alike = len({code.kind for code in codes}) == 1 and all(_equal(part.matrix.order, order) for part in parts)
+    if len(codes) == len(values) and alike:
         return PackableLinear(PackableMatrix(concatenate(codes), form, order), bias)
     if codes:
         return PackableLinear(PackableMatrix(torch.cat([part.matrix.dense() for part in parts]), Form.FLOAT32), bias)

@@ -16,8 +16,8 @@ IGNORED_SUFFIXES = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 # Modules of the language model in checkpoints of several models.
 TEXT_PARTS = ("language_model", "text_model")
 _CODES = ("qweight", "weight_packed", "weight")
-_CODE_BITS = {"I32": 32, "I8": 8}
-_SCALES = ("scales", "weight_scale")
+_CODE_BITS = {"I32": 32, "I8": 8, "F8_E4M3": 8}
+_SCALES = ("scales", "weight_scale", "weight_scale_inv")
 _LAYER = re.compile(r"^(?:(?:model|language_model|text_model)\.)*layers\.([0-9]{1,9})\.")
 
 

@@ -1,8 +1,8 @@
 // x @ weight.T for weights in panels of 16 outputs: float32, bfloat16, or codes of 8 or 4 bits with a scale and a minimum per
-// group of inputs. `packed.py` describes the layout.
+// group of inputs: whole numbers, or in floating point (e4m3, e2m1) without a minimum. `packed.py` describes the layout.
 //
-// The codes themselves are multiplied, and a group adds scale * sum(code * x) + minimum * sum(x). They are stored as signed
-// numbers around zero: as large ones, their sums would lose digits against the minimum's.
+// The codes themselves are multiplied, and a group adds scale * sum(code * x) + minimum * sum(x). Whole ones are stored as
+// signed numbers around zero: as large ones, their sums would lose digits against the minimum's.
 //
 // One template makes every number of rows, in the order of the inputs: a row's bits depend on nothing else.
 #include <algorithm>
@@ -15,7 +15,9 @@
 namespace {
 
 // EXPANDED: codes of a panel as numbers, for many rows; the values are the same.
-enum Form { FLOAT32 = 0, BFLOAT16 = 1, CODES8 = 2, CODES4 = 3, EXPANDED = 4 };
+enum Form { FLOAT32 = 0, BFLOAT16 = 1, CODES8 = 2, CODES4 = 3, E4M3 = 4, E2M1 = 5, EXPANDED = 6 };
+
+constexpr bool in_nibbles(int64_t form) { return form == CODES4 || form == E2M1; }
 
 struct Weight {
     const uint8_t* data;
@@ -30,7 +32,7 @@ struct Weight {
     Weight(const uint8_t* data, int64_t outputs, int64_t inputs, int64_t form, int64_t group, int64_t wide, int64_t minima,
            float offset, float centre)
         : data(data), outputs(outputs), inputs(inputs), group(group),
-          bits(form == FLOAT32 ? 32 : form == BFLOAT16 ? 16 : form == CODES8 ? 8 : 4), form((Form)form), wide(wide),
+          bits(form == FLOAT32 ? 32 : form == BFLOAT16 ? 16 : in_nibbles(form) ? 4 : 8), form((Form)form), wide(wide),
           minima(minima), offset(offset), centre(centre) {
         const bool coded = form >= CODES8;
         scale_bytes = coded ? WIDTH * (wide ? 4 : 2) : 0;
@@ -69,8 +71,17 @@ inline floats numbers(const uint8_t* from, bool wide) {
 #endif
 }
 
+constexpr float E4M3_UNIT = 256;  // of `e4m3_numbers`
+#ifdef __AVX512F__
+constexpr float E2M1_UNIT = 1;  // of `E2m1`
+#else
+constexpr float E2M1_UNIT = 1.f / (1 << 25);
+#endif
+
 inline void Weight::scales(const uint8_t* panel, int64_t g, floats* scale, floats* least) const {
     *scale = numbers(panel + g * scale_bytes, wide);
+    if (form == E4M3) *scale = *scale * E4M3_UNIT;
+    if (form == E2M1) *scale = *scale * E2M1_UNIT;
     *least = minima ? numbers(panel + (inputs / group + g) * scale_bytes, wide) : *scale * -offset;
 }
 
@@ -88,46 +99,145 @@ inline floats byte_numbers(const uint8_t* from) {
 #endif
 }
 
-// The values of one input for P panels, of codes without scale.
-template <Form F, int P> struct Column {
-    words chunk[P];
+// A 256th of each of 16 numbers in e4m3: one in float16 has the same bits of exponent and mantissa at another place.
+inline floats e4m3_numbers(const uint8_t* from) {
+#if defined(__AVX512F__) || (defined(__AVX2__) && defined(__F16C__))
+    const __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)from)), 7);
+    const __m256i halves = _mm256_and_si256(wide, _mm256_set1_epi16((short)0xbf80));
+#ifdef __AVX512F__
+    return (floats)_mm512_cvtph_ps(halves);
+#else
+    return {(float_register)_mm256_cvtph_ps(_mm256_castsi256_si128(halves)),
+            (float_register)_mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1))};
+#endif
+#else
+    float x[WIDTH];
+    for (int i = 0; i < WIDTH; i++) {
+        const uint16_t bits = (uint16_t)((int8_t)from[i] * 128) & 0xbf80;
+        x[i] = read<half>(&bits);
+    }
+    return load(x);
+#endif
+}
 
-    // Reads the codes of the inputs from `first` on: one of float32 and 8 bits, two of bfloat16, eight of 4 bits.
-    inline void load(const uint8_t* const* codes, int64_t first) {
-        if (F == BFLOAT16 || F == CODES4)
-            for (int p = 0; p < P; p++) chunk[p] = read<words>(codes[p] + first * (F == BFLOAT16 ? 32 : 8));
+constexpr float E2M1_NUMBERS[16] = {0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -.5f, -1, -1.5f, -2, -3, -4, -6};
+
+#ifndef __AVX512F__
+// Eight numbers in e2m1 of each lane are looked up at once, as bytes of twice the value. One of them becomes the highest
+// byte of an integer: 2 ** 25 times the value.
+#if defined(__AVX2__)
+// In each 16 bytes of `x` those at `places`, or zero where a place is above 127.
+inline word_register shuffled(word_register x, word_register places) {
+    return (word_register)_mm256_shuffle_epi8((__m256i)x, (__m256i)places);
+}
+#elif defined(__ARM_NEON)
+inline word_register shuffled(word_register x, word_register places) {
+    return (word_register)vqtbl1q_u8((uint8x16_t)x, (uint8x16_t)places);
+}
+#else
+inline word_register shuffled(word_register x, word_register places) {
+    uint8_t from[sizeof x], at[sizeof x], to[sizeof x];
+    std::memcpy(from, &x, sizeof x);
+    std::memcpy(at, &places, sizeof x);
+    for (size_t i = 0; i < sizeof x; i++) to[i] = at[i] > 127 ? 0 : from[(i & ~15) + (at[i] & 15)];
+    return read<word_register>(to);
+}
+#endif
+
+inline word_register e2m1_bytes(word_register codes) {
+    static constexpr int8_t TWICE[2][16] = {{0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12},
+                                            {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12}};
+    return shuffled(read<word_register>(TWICE), codes & 0x0f0f0f0fu);
+}
+
+inline float_register byte_numbers(word_register bytes, int k) {
+    static constexpr uint32_t FIRST[] = {0x00808080, 0x04808080, 0x08808080, 0x0c808080,
+                                         0x00808080, 0x04808080, 0x08808080, 0x0c808080};
+    return converted((int_register)shuffled(bytes, read<word_register>(FIRST) + ((uint32_t)k << 24)));
+}
+template <class H, class E> inline Two<H, E> e2m1_bytes(Two<H, E> x) { return {e2m1_bytes(x.low), e2m1_bytes(x.high)}; }
+template <class H, class E> inline auto byte_numbers(Two<H, E> x, int k) {
+    return Two<decltype(byte_numbers(x.low, k)), float>{byte_numbers(x.low, k), byte_numbers(x.high, k)};
+}
+#endif
+
+// Eight numbers in e2m1 for each of 16 outputs.
+struct E2m1 {
+#ifdef __AVX512F__
+    words codes;
+    inline void load(words from) { codes = from; }
+    inline floats get(int j) const {
+        return (floats)_mm512_permutexvar_ps((__m512i)(codes >> (uint32_t)(j * 4)), _mm512_loadu_ps(E2M1_NUMBERS));
+    }
+#else
+    words bytes[2];
+    inline void load(words from) {
+        bytes[0] = e2m1_bytes(from);
+        bytes[1] = e2m1_bytes(from >> 4u);
+    }
+    inline floats get(int j) const { return byte_numbers(bytes[j & 1], j >> 1); }
+#endif
+};
+
+template <Form F> using Chunk = typename std::conditional<F == E2M1, E2m1, words>::type;
+
+// Of one input for a panel.
+template <Form F, bool PAIRS> constexpr int BYTES = F == EXPANDED ? (PAIRS ? 32 : 64) : F == FLOAT32 ? 64 : F == BFLOAT16 ? 32
+                                                    : in_nibbles(F) ? 8 : 16;
+
+// The values of some inputs for a panel, of codes without scale: one of float32 and 8 bits, two of bfloat16, eight of 4 bits.
+template <Form F> struct Column {
+    Chunk<F> chunk;
+
+    inline void load(const uint8_t* codes) {
+        if constexpr (F == CODES8)
+            chunk = (words)byte_numbers(codes);
+        else if constexpr (F == E4M3)
+            chunk = (words)e4m3_numbers(codes);
+        else if constexpr (F == E2M1)
+            chunk.load(read<words>(codes));
+        else
+            chunk = read<words>(codes);
     }
 
-    inline floats get(const uint8_t* const* codes, int64_t first, int j, int p) const {
-        if (F == FLOAT32 || F == EXPANDED) return read<floats>(codes[p] + first * 64);
-        if (F == BFLOAT16) return (floats)(j ? chunk[p] & 0xffff0000u : chunk[p] << 16);
-        if (F == CODES8) return byte_numbers(codes[p] + first * 16);
-        return nibble_numbers(chunk[p], j);
+    inline floats get(int j) const {
+        if constexpr (F == E2M1)
+            return chunk.get(j);
+        else if constexpr (F == CODES4)
+            return nibble_numbers(chunk, j);
+        else if constexpr (F == BFLOAT16)
+            return (floats)(j ? chunk & 0xffff0000u : chunk << 16);
+        else
+            return (floats)chunk;
     }
 };
 
-// The values of two inputs for P panels, as pairs of bfloat16. Codes are exact in it.
-template <Form F, int P> struct PairColumn {
-    words chunk[P];
+// The same of two inputs of bfloat16 and 8 bits, or eight of 4 bits, as pairs of bfloat16, in which codes are exact: of
+// inputs that are four apart for 4 bits, else neighbours.
+template <Form F> struct PairColumn {
+    Chunk<F> chunk;
 
-    // Two inputs of bfloat16 and 8 bits, eight of 4 bits: four pairs of inputs that are four apart.
-    inline void load(const uint8_t* const* codes, int64_t first) {
-        for (int p = 0; p < P; p++) {
-            if (F == BFLOAT16 || F == EXPANDED) chunk[p] = read<words>(codes[p] + first * 32);
-            if (F == CODES4) chunk[p] = read<words>(codes[p] + first * 8);
-            if (F == CODES8) {
-                const uint8_t* two = codes[p] + first * 16;
-                chunk[p] = (words)byte_numbers(two) >> 16 | (words)byte_numbers(two + 16);
-            }
-        }
+    inline void load(const uint8_t* codes) {
+        if constexpr (F == CODES8)
+            chunk = (words)byte_numbers(codes) >> 16 | (words)byte_numbers(codes + 16);
+        else if constexpr (F == E4M3)
+            chunk = (words)e4m3_numbers(codes) >> 16 | (words)e4m3_numbers(codes + 16);
+        else if constexpr (F == E2M1)
+            chunk.load(read<words>(codes));
+        else
+            chunk = read<words>(codes);
     }
 
-    inline words get(int j, int p) const {
-        if (F != CODES4) return chunk[p];
+    inline words get(int j) const {
+        if constexpr (F == E2M1)
+            return (words)chunk.get(j) >> 16 | (words)chunk.get(j + 4);
+        else if constexpr (F != CODES4)
+            return chunk;
+        else
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
-        return (words)_mm512_permutexvar_epi16((__m512i)(chunk[p] >> (uint32_t)(j * 4) & 0x000f000fu), (__m512i)TABLE);
+            return (words)_mm512_permutexvar_epi16((__m512i)(chunk >> (uint32_t)(j * 4) & 0x000f000fu), (__m512i)TABLE);
 #else
-        return (words)nibble_numbers(chunk[p], j) >> 16 | (words)nibble_numbers(chunk[p], j + 4);
+            return (words)nibble_numbers(chunk, j) >> 16 | (words)nibble_numbers(chunk, j + 4);
 #endif
     }
 
@@ -150,7 +260,7 @@ inline float_register add_pairs(float_register total, word_register a, word_regi
 }
 
 // Inputs that a column reads at a time, and how many times it is multiplied for them.
-template <Form F, bool PAIRS> constexpr int STEP = F == CODES4 ? 8 : F == BFLOAT16 || PAIRS ? 2 : 1;
+template <Form F, bool PAIRS> constexpr int STEP = in_nibbles(F) ? 8 : F == BFLOAT16 || PAIRS ? 2 : 1;
 template <Form F, bool PAIRS> constexpr int TURNS = STEP<F, PAIRS> / (PAIRS ? 2 : 1);
 
 // One product of a packed weight. A thread computes panels for all rows, in blocks of inputs whose weights stay in its cache.
@@ -176,31 +286,28 @@ template <Form F, bool PAIRS, int R, int P>
 inline __attribute__((always_inline)) void multiply(const uint8_t* const* codes, int64_t origin, int64_t first, int64_t to,
                                                     const uint32_t* x, float_register (*part)[P * PIECES]) {
     constexpr int step = STEP<F, PAIRS>, turns = TURNS<F, PAIRS>;
-    typename std::conditional<PAIRS, PairColumn<F, P>, Column<F, P>>::type column;
-    for (; first < to; first += step) {
-        column.load(codes, first - origin);
+    constexpr int together = R == 1 && (F == E2M1 || F == CODES8) ? 1 : P;  // panels: one row reads no value twice, and keeps few in registers
+    typename std::conditional<PAIRS, PairColumn<F>, Column<F>>::type column[together];
+    for (; first < to; first += step)
+#pragma GCC unroll 4
+        for (int panel = 0; panel < P; panel += together) {
+            for (int p = 0; p < together; p++) column[p].load(codes[panel + p] + (first - origin) * BYTES<F, PAIRS>);
 #pragma GCC unroll 8
-        for (int j = 0; j < turns; j++) {
-            const uint32_t* input = x + (first / (PAIRS ? 2 : 1) + j) * R;
-            if constexpr (PAIRS) {
-                word_register value[P * PIECES];
-                for (int p = 0; p < P; p++) split(column.get(j, p), value + p * PIECES);
+            for (int j = 0; j < turns; j++) {
+                const uint32_t* input = x + (first / (PAIRS ? 2 : 1) + j) * R;
+                typename std::conditional<PAIRS, word_register, float_register>::type value[together * PIECES];
+                for (int p = 0; p < together; p++) split(column[p].get(j), value + p * PIECES);
 #pragma GCC unroll 16
-                for (int r = 0; r < R; r++) {
-                    const word_register pair = input[r] - word_register{};
-                    for (int p = 0; p < P * PIECES; p++) part[r][p] = add_pairs(part[r][p], value[p], pair);
-                }
-            } else {
-                float_register value[P * PIECES];
-                for (int p = 0; p < P; p++) split(column.get(codes, first - origin, j, p), value + p * PIECES);
-#pragma GCC unroll 16
-                for (int r = 0; r < R; r++) {
-                    const float_register number = read<float>(input + r) - float_register{};
-                    for (int p = 0; p < P * PIECES; p++) part[r][p] = multiply_add(value[p], number, part[r][p]);
-                }
+                for (int r = 0; r < R; r++)
+                    for (int p = 0; p < together * PIECES; p++) {
+                        float_register& sum = part[r][panel * PIECES + p];
+                        if constexpr (PAIRS)
+                            sum = add_pairs(sum, value[p], input[r] - word_register{});
+                        else
+                            sum = multiply_add(value[p], read<float>(input + r) - float_register{}, sum);
+                    }
             }
         }
-    }
 }
 
 // Adds a block to the totals of R rows times P panels. sums: of the rows' groups of inputs, or null.
@@ -262,15 +369,10 @@ __attribute__((noinline)) void tile(const Product& product, const Block<P>& bloc
 
 // The inputs [from, to) of one panel as they are multiplied.
 template <Form F, bool PAIRS> void expand(const uint8_t* codes, int64_t from, int64_t to, uint8_t* into) {
-    typename std::conditional<PAIRS, PairColumn<F, 1>, Column<F, 1>>::type column;
+    typename std::conditional<PAIRS, PairColumn<F>, Column<F>>::type column;
     for (int64_t first = from; first < to; first += STEP<F, PAIRS>) {
-        column.load(&codes, first);
-        for (int j = 0; j < TURNS<F, PAIRS>; j++, into += sizeof(floats)) {
-            if constexpr (PAIRS)
-                store((float*)into, (floats)column.get(j, 0));
-            else
-                store((float*)into, column.get(&codes, first, j, 0));
-        }
+        column.load(codes + first * BYTES<F, PAIRS>);
+        for (int j = 0; j < TURNS<F, PAIRS>; j++, into += sizeof(floats)) store((float*)into, (floats)column.get(j));
     }
 }
 
@@ -383,7 +485,7 @@ void arrange(const Weight& w, bool in_pairs, const float* x, int64_t rows, int64
         uint32_t* tile = into + row * w.inputs / 2;
         for (int64_t i = from; i < to; i += 8) {
             uint32_t four[R][4];
-            for (int r = 0; r < R; r++) pair(first + r * w.inputs + i, w.form == CODES4, four[r]);
+            for (int r = 0; r < R; r++) pair(first + r * w.inputs + i, in_nibbles(w.form), four[r]);
             for (int j = 0; j < 4; j++)
                 for (int r = 0; r < R; r++) tile[(i / 2 + j) * R + r] = four[r][j];
         }
@@ -395,6 +497,8 @@ template <bool PAIRS> void run(const Product& product, int64_t from, int64_t to)
         case FLOAT32: return share<FLOAT32, false>(product, from, to);
         case BFLOAT16: return share<BFLOAT16, PAIRS>(product, from, to);
         case CODES8: return share<CODES8, PAIRS>(product, from, to);
+        case E4M3: return share<E4M3, PAIRS>(product, from, to);
+        case E2M1: return share<E2M1, PAIRS>(product, from, to);
         default: return share<CODES4, PAIRS>(product, from, to);
     }
 }
@@ -461,8 +565,13 @@ extern "C" int64_t headrace_packed_rows(float* out, const int64_t* ids, int64_t 
                 std::memcpy(out, &bits, 4);
             } else if (form == CODES8)
                 *out = (int8_t)codes[i * WIDTH + lane] + centre;
-            else
-                *out = (read<uint32_t>(codes + (i / 8 * WIDTH + lane) * 4) >> i % 8 * 4 & 15u) ^ 8u;
+            else if (form == E4M3) {
+                const uint16_t bits = (uint16_t)((int8_t)codes[i * WIDTH + lane] * 128) & 0xbf80;
+                *out = read<half>(&bits);
+            } else {
+                const uint32_t code = read<uint32_t>(codes + (i / 8 * WIDTH + lane) * 4) >> i % 8 * 4 & 15u;
+                *out = form == E2M1 ? E2M1_NUMBERS[code] / E2M1_UNIT : code ^ 8u;
+            }
         }
         for (int64_t g = 0; form >= CODES8 && g < inputs / group; g++) {
             floats scale, least;

@@ -1,16 +1,17 @@
 """Quantized tensors of a checkpoint under the names that the model has for their values.
 
-A matrix in e4m3 has scales beside it: one, one of each output, or one of each block. Its values are made when it is
-read, of the part that is read. A matrix of integer codes is read as codes (`formats.py`), where a part is whole groups.
-Scales of inputs and of keys and values are not used: inputs are not rounded here.
+A matrix in e4m3 has scales beside it: one, one of each output, or one of each block. It is read as codes, and so is a
+matrix of integers (`formats.py`) where a part is whole groups of inputs; or as values, which are made of the part that
+is read. Scales of inputs and of keys and values are not used: inputs are not rounded here.
 """
 
 from collections.abc import Container, Iterator, Sequence
+from math import gcd
 
 import torch
 from torch import Tensor
 
-from headrace_kernels.packed import concatenate
+from headrace_kernels.packed import Codes, Form, Kind, concatenate
 from headrace_proto.errors import ModelLoadError
 from headrace_worker.core.transfer.shards import Span
 from headrace_worker.model.packable import PackableMatrix
@@ -23,6 +24,7 @@ from headrace_worker.model.weights import SafetensorsWeights, join
 _SCALES = ("weight_scale_inv", "weight_scale", "scale", "qscale_weight")
 _UNUSED = ("input_scale", "activation_scale", "output_scale", "q_scale", "k_scale", "v_scale", "prob_output_scale")
 _AT_ONCE = 1 << 24  # values
+_LEAST_GROUP = 8  # inputs, with scales of a quarter of the memory of their codes
 _NAN = 0x7F  # without its sign
 
 
@@ -66,11 +68,12 @@ class QuantizedWeights:
         """The values in float32, of a tensor that is not quantized as it is stored."""
         if name in self._coded:
             return self._values(self._coded[name], cuts)
-        codes = self._stored.read(name, cuts)
-        return self._scaled(name, codes, cuts) if name in self._scales else codes
+        return self._scaled(name, cuts) if name in self._scales else self._stored.read(name, cuts)
 
     def read_codes(self, name: str, cuts: Cuts = ()) -> PackableMatrix | None:
         """A matrix without its values; None where it has no codes, or is cut within their groups."""
+        if name in self._scales:
+            return self._e4m3(name, cuts)
         matrix = self._coded.get(name)
         if matrix is None:
             return None
@@ -97,18 +100,28 @@ class QuantizedWeights:
 
         return join(ranges, part)
 
-    def _scaled(self, name: str, codes: Tensor, cuts: Cuts) -> Tensor:
+    def _e4m3(self, name: str, cuts: Cuts) -> PackableMatrix | None:
+        """A part of a matrix in e4m3, with scales of the largest groups of inputs that no block's edge divides."""
+        outputs, inputs = (spans_of(cuts, dim, size) for dim, size in enumerate(self._stored.shape(name)))
+        scale, (rows, columns) = self._scales_of(name)
+        (start, end), *more = inputs
+        group = gcd(columns, start, end) if columns < self._stored.shape(name)[1] else end - start
+        if more or group < _LEAST_GROUP:
+            return None
+        by_group = scale[:, torch.arange(start, end, group) // columns]
+        return PackableMatrix(
+            Codes(
+                self._numbers(name, cuts).view(torch.uint8), by_group[_places(outputs) // rows].contiguous(),
+                kind=Kind.E4M3,
+            ),
+            Form.E4M3,
+        )  # fmt: skip
+
+    def _scaled(self, name: str, cuts: Cuts) -> Tensor:
         """The values of a part of a matrix in e4m3."""
-        if bool(((codes.view(torch.uint8) & _NAN) == _NAN).any()):
-            raise ModelLoadError(f"Tensor {name!r} has values that are not a number: the checkpoint is damaged.")
-        scale = self._stored.read(self._scales[name]).float()
-        if not bool(scale.isfinite().all()):
-            raise ModelLoadError(f"{self._scales[name]!r} has scales that are not finite: the checkpoint is damaged.")
+        codes = self._numbers(name, cuts)
+        scale, (rows, columns) = self._scales_of(name)
         outputs, inputs = (_places(spans_of(cuts, dim, size)) for dim, size in enumerate(self._stored.shape(name)))
-        rows, columns = self._scheme.block or (1, 1)
-        if self._scheme.block is None or scale.numel() == 1:
-            scale, columns = scale.reshape(-1, 1), int(inputs[-1]) + 1  # one column of scales
-            rows = 1 if scale.shape[0] > 1 else int(outputs[-1]) + 1
         values = torch.empty(codes.shape)
         by_column = scale[:, inputs // columns]
         step = max(1, _AT_ONCE // codes.shape[1])
@@ -116,6 +129,22 @@ class QuantizedWeights:
             part = slice(first, first + step)
             values[part] = codes[part].float() * by_column[outputs[part] // rows]
         return values
+
+    def _numbers(self, name: str, cuts: Cuts) -> Tensor:
+        codes = self._stored.read(name, cuts)
+        if bool(((codes.view(torch.uint8) & _NAN) == _NAN).any()):
+            raise ModelLoadError(f"Tensor {name!r} has values that are not a number: the checkpoint is damaged.")
+        return codes
+
+    def _scales_of(self, name: str) -> tuple[Tensor, tuple[int, int]]:
+        """Scales in float32, two dimensions, and the outputs and inputs of one of them."""
+        scale = self._stored.read(self._scales[name]).float()
+        if not bool(scale.isfinite().all()):
+            raise ModelLoadError(f"{self._scales[name]!r} has scales that are not finite: the checkpoint is damaged.")
+        whole = self._stored.shape(name)
+        if scale.numel() == 1:
+            return scale.reshape(1, 1), (whole[0], whole[1])
+        return (scale.reshape(-1, 1), (1, whole[1])) if self._scheme.block is None else (scale, self._scheme.block)
 
     def _scale_of(self, name: str, names: set[str]) -> str:
         owner = name.removesuffix("weight")
