@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from headrace_kernels.packed import E2M1_NUMBERS
+
 BLOCK = (48, 40)  # neither divides the sizes of the tiny models
 GROUP = 16
 _AWQ_PLACES = (0, 2, 4, 6, 1, 3, 5, 7)  # the output of each nibble of a word
@@ -43,6 +45,14 @@ INTEGER_FORMATS: dict[str, dict[str, Any]] = {
     "int4-zero": _compressed("pack-quantized", 4, group_size=GROUP, strategy="group", symmetric=False),
     "int8-w8a8": _compressed("int-quantized", 8, strategy="channel"),
 }
+FLOAT_FORMATS: dict[str, dict[str, Any]] = {
+    "mxfp4": _compressed("mxfp4-pack-quantized", 4, type="float", group_size=32, strategy="group"),
+    "nvfp4": _compressed("nvfp4-pack-quantized", 4, type="float", group_size=16, strategy="tensor_group"),
+    "modelopt-nvfp4": {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16},
+    "mxfp4-experts": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+}
+GROUPS_OF_32 = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}  # of a model whose matrices have them
+_LINEARS = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
 
 
 def save_quantized(dense: Path, folder: Path, kind: str) -> Path:
@@ -53,8 +63,18 @@ def save_quantized(dense: Path, folder: Path, kind: str) -> Path:
     values: dict[str, Tensor] = {}
     stored: dict[str, Tensor] = {}
     for name, weight in load_file(dense / "model.safetensors").items():
-        if weight.dim() != 2 or not name.endswith("_proj.weight"):
+        if kind == "mxfp4-experts" and name.endswith(("gate_up_proj", "down_proj")):
+            values[name], codes, scale = _e2m1(weight.transpose(1, 2), kind)
+            values[name] = values[name].transpose(1, 2).contiguous()
+            stored[f"{name}_blocks"] = codes.unflatten(-1, (-1, 16)).contiguous()
+            stored[f"{name}_scales"] = (scale.log2() + 127).to(torch.uint8)
+            continue
+        if weight.dim() != 2 or not name.endswith(_LINEARS) or kind == "mxfp4-experts":
             values[name] = stored[name] = weight
+            continue
+        if kind in FLOAT_FORMATS:
+            values[name], parts = _floats(weight, kind)
+            stored |= {name.replace("weight", part): tensor.contiguous() for part, tensor in parts.items()}
             continue
         if kind in INTEGER_FORMATS:
             values[name], parts = _integers(weight, kind)
@@ -76,7 +96,7 @@ def save_quantized(dense: Path, folder: Path, kind: str) -> Path:
     save_file(stored, quantized / "model.safetensors", {"format": "pt"})
     config = json.loads((dense / "config.json").read_text())
     (quantized / "config.json").write_text(
-        json.dumps(config | {"quantization_config": {**FORMATS, **INTEGER_FORMATS}[kind]})
+        json.dumps(config | {"quantization_config": {**FORMATS, **INTEGER_FORMATS, **FLOAT_FORMATS}[kind]})
     )
     return twin
 
@@ -140,6 +160,33 @@ def _integers(weight: Tensor, kind: str) -> tuple[Tensor, dict[str, Tensor]]:
     zeros = _words(zero.T - int(kind != "gptq-v2"), bits, 1)
     parts = {"qweight": _words(codes.T, bits, 0), "qzeros": zeros, "scales": scales, "g_idx": index.int()}
     return values, parts | {"bias": torch.zeros(outputs)}
+
+
+def _floats(weight: Tensor, kind: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """The values in e2m1, and the stored tensors by the last part of their names."""
+    of_all = torch.tensor([448 * 6 / float(weight.abs().max())])
+    values, codes, scale = _e2m1(weight, kind, of_all)
+    if kind == "mxfp4":
+        return values, {"weight_packed": codes, "weight_scale": (scale.log2() + 127).to(torch.uint8)}
+    if kind == "nvfp4":
+        return values, {"weight_packed": codes, "weight_scale": scale, "weight_global_scale": of_all}
+    return values, {"weight": codes, "weight_scale": scale, "weight_scale_2": (1 / of_all)[0]}
+
+
+def _e2m1(weight: Tensor, kind: str, of_all: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """The values, two codes in a byte, and the scales of groups of the last dimension, as they are stored."""
+    groups = weight.unflatten(-1, (-1, 32 if kind.startswith("mxfp4") else 16))
+    largest = groups.abs().amax(-1)
+    if of_all is None or kind == "mxfp4":
+        stored = factor = torch.exp2((largest / 6).log2().ceil())
+    else:
+        stored = (largest / 6 * of_all).to(torch.float8_e4m3fn)
+        factor = stored.float() / of_all if kind == "nvfp4" else stored.float() * (1 / of_all)
+    numbers = torch.tensor(E2M1_NUMBERS)
+    codes = (groups[..., None] / factor[..., None, None] - numbers).abs().argmin(-1)
+    values = (numbers[codes] * factor[..., None]).flatten(-2)
+    pairs = codes.flatten(-2).to(torch.uint8).unflatten(-1, (-1, 2))
+    return values, pairs[..., 0] | pairs[..., 1] << 4, stored
 
 
 def _words(codes: Tensor, bits: int, dim: int) -> Tensor:

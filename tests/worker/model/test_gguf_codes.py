@@ -61,7 +61,7 @@ def test_linears_of_different_kinds_are_merged_without_changing_a_value() -> Non
         assert known is not None
         count = 2 if name.endswith("K") else 16  # blocks of a row of 512 values
         parts.append(PackableLinear(PackableMatrix(read_codes(kind, blocks(name, 16, count)), known.form), None))
-    merged = merge_packable(parts, None)
+    merged = PackableLinear(merge_packable([part.matrix for part in parts]), None)
     assert merged is not None
     values = torch.cat([part.matrix.dense() for part in parts])
     assert torch.allclose(merged.matrix.dense(), values, rtol=1e-6, atol=1e-7)

@@ -13,15 +13,16 @@ from safetensors.torch import load_file, save_file
 from headrace_proto.errors import ModelLoadError, ModelUnsupportedError
 from headrace_worker.model.headers import read_headers
 from headrace_worker.model.load import load
-from headrace_worker.model.packable import PackableLinear, PackedLinear
+from headrace_worker.model.packable import PackableExperts, PackableLinear, PackableMatrix, PackedLinear
 from headrace_worker.model.quantized.config import read_scheme, with_quantization
 from headrace_worker.model.quantized.weights import QuantizedWeights
 from headrace_worker.model.sharding.cuts import Cut
 from headrace_worker.model.source import resolve
 from headrace_worker.model.surgery import SurgeryPlan
 from headrace_worker.model.weights import SafetensorsWeights
-from support.worker.quantized import FORMATS, INTEGER_FORMATS, save_quantized
-from support.worker.tiny_models import replica_config
+from support.ranks.families import tiny_options
+from support.worker.quantized import FLOAT_FORMATS, FORMATS, GROUPS_OF_32, INTEGER_FORMATS, save_quantized
+from support.worker.tiny_models import replica_config, save_random
 
 VECTORS = Path(__file__).parents[4] / "shared" / "formats"
 
@@ -39,7 +40,7 @@ def _open(file: Path) -> tuple[QuantizedWeights, dict[str, torch.Tensor]]:
     "name",
     [
         *("fp8_block", "fp8_tensor", "ct_fp8_channel", "awq_gemm", "gptq_sym", "gptq_act_order", "gptq_v2", "gptq_8"),
-        *("ct_int4", "ct_int4_zero", "ct_int8_w8a8"),
+        *("ct_int4", "ct_int4_zero", "ct_int8_w8a8", "ct_mxfp4", "ct_nvfp4"),
     ],
 )
 def test_values_of_published_formats(name: str) -> None:
@@ -55,18 +56,36 @@ def test_values_of_published_formats(name: str) -> None:
     part = weights.read("m.weight", (Cut(0, rows), Cut(1, columns)))
     assert torch.equal(part, torch.cat([values[1:7], values[9:]])[:, 3:-5])
     matrix = weights.read_codes("m.weight")
-    assert matrix is not None and torch.equal(matrix.dense(), values) and matrix.shape == values.shape
+    assert isinstance(matrix, PackableMatrix) and torch.equal(matrix.dense(), values) and matrix.shape == values.shape
     some = weights.read_codes("m.weight", (Cut(0, rows),))
-    assert some is not None and torch.equal(some.dense(), torch.cat([values[1:7], values[9:]]))
+    assert isinstance(some, PackableMatrix) and torch.equal(some.dense(), torch.cat([values[1:7], values[9:]]))
     inner = weights.read_codes("m.weight", (Cut(1, columns),))
     if name in ("fp8_tensor", "ct_fp8_channel"):
-        assert inner is not None and torch.equal(inner.dense(), values[:, 3:-5])
+        assert isinstance(inner, PackableMatrix) and torch.equal(inner.dense(), values[:, 3:-5])
     else:
         assert inner is None, "no whole groups"
     x = torch.randn(3, inputs, generator=torch.Generator().manual_seed(1))
     product = PackedLinear(PackableLinear(matrix, None))(x)
     expected = x.double() @ values.double().T
     assert float((product - expected).norm() / expected.norm()) < 5e-7
+
+
+@pytest.mark.skipif(not VECTORS.is_dir(), reason="the matrices of published formats are not part of the project")
+def test_values_of_experts_in_mxfp4() -> None:
+    weights, tensors = _open(VECTORS / "mxfp4_gpt_oss.safetensors")
+    for name in ("gate_up_proj", "down_proj"):
+        values, stored = tensors[f"expected.{name}"].float(), f"m.experts.{name}"
+        assert weights.shape(stored) == values.shape and torch.equal(weights.read(stored), values)
+        one, inputs, outputs = Cut(0, ((1, 2),)), Cut(1, ((3, 30),)), Cut(2, ((1, 7), (9, 20)))
+        part = values[1:, 3:30]
+        expected = torch.cat([part[..., 1:7], part[..., 9:20]], -1)
+        assert torch.equal(weights.read(stored, (one, inputs, outputs)), expected)
+        assert weights.read_codes(stored, (inputs,)) is None, "no whole groups"
+        groups = Cut(1, ((0, 32),))
+        codes = weights.read_codes(stored, (one, groups, outputs))
+        assert isinstance(codes, PackableExperts) and codes.transposed and codes.shape == (1, 32, 17)
+        expected = torch.cat([values[1, :32, 1:7], values[1, :32, 9:20]], 1)
+        assert torch.equal(codes.matrices[0].dense().T, expected)
 
 
 def test_parts_of_whole_groups_stay_codes(tiny: Callable[[str], Path], tmp_path: Path) -> None:
@@ -78,7 +97,7 @@ def test_parts_of_whole_groups_stay_codes(tiny: Callable[[str], Path], tmp_path:
         name = "model.layers.0.mlp.down_proj.weight"
         values = weights.read(name)
         part = weights.read_codes(name, (Cut(0, ((3, 20),)), Cut(1, ((16, 48),))))
-        assert part is not None and torch.equal(part.dense(), values[3:20, 16:48])
+        assert isinstance(part, PackableMatrix) and torch.equal(part.dense(), values[3:20, 16:48])
 
 
 def _change(
@@ -128,22 +147,49 @@ def test_damaged_codes(
         load(replica_config(tmp_path / "quantized"))
 
 
-@pytest.mark.parametrize("kind", INTEGER_FORMATS)
-def test_codes_stay_packed_on_a_cpu(kind: str, tiny: Callable[[str], Path], tmp_path: Path) -> None:
-    twin = save_quantized(tiny("llama"), tmp_path, kind)
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (lambda _: None, r"gate_up_proj_blocks' has no scale beside it: the checkpoint is incomplete"),
+        (lambda scales: scales[:, 1:].clone(), r"gate_up_proj_scales' is \[4, 255, 2\], but .* requires \[4, 256, 2\]"),
+        (lambda scales: scales | 255, "gate_up_proj_scales' are not finite: the checkpoint is damaged"),
+    ],
+)
+def test_damaged_experts(damage: Callable[[torch.Tensor], Any], sentence: str, tmp_path: Path) -> None:
+    save_quantized(save_random(tiny_options("gpt_oss") | GROUPS_OF_32, tmp_path / "made"), tmp_path, "mxfp4-experts")
+    file, name = tmp_path / "quantized" / "model.safetensors", "model.layers.0.mlp.experts.gate_up_proj_scales"
+    tensors = load_file(file)
+    changed = damage(tensors.pop(name))
+    save_file(tensors | ({} if changed is None else {name: changed}), file, {"format": "pt"})
+    with pytest.raises(ModelLoadError, match=sentence):
+        load(replica_config(file.parent))
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        *(("llama", kind) for kind in {**INTEGER_FORMATS, **FLOAT_FORMATS} if kind != "mxfp4-experts"),
+        *(("mixtral", "awq"), ("qwen3_moe", "fp8-block"), ("qwen3_moe", "nvfp4"), ("gpt_oss", "mxfp4-experts")),
+    ],
+)
+def test_codes_stay_packed_on_a_cpu(family: str, kind: str, tmp_path: Path) -> None:
+    twin = save_quantized(save_random(tiny_options(family) | GROUPS_OF_32, tmp_path / "made"), tmp_path, kind)
     packed, dense = (load(replica_config(folder)) for folder in (tmp_path / "quantized", twin))
-    headers = read_headers(resolve(str(tmp_path / "quantized"), "auto", None))
     stored = load_file(tmp_path / "quantized" / "model.safetensors")
-    biases = sum(
-        tensor.numel() for name, tensor in stored.items() if name.endswith(".bias")
-    )  # zeros, which are left out
-    dense_numbers = sum(tensor.numel() for tensor in load_file(twin / "model.safetensors").values())
-    assert headers.elements == dense_numbers + biases
-    assert headers.packed_bytes <= packed.weight_bytes + 4 * biases < dense.weight_bytes
+    values = load_file(twin / "model.safetensors")
+    coded = sum(
+        tensor.numel() for name, tensor in values.items() if name not in stored or stored[name].dtype != tensor.dtype
+    )
+    assert coded > 0.5 * sum(tensor.numel() for tensor in values.values())
+    assert packed.weight_bytes < dense.weight_bytes - 2 * coded
+    headers = read_headers(resolve(str(tmp_path / "quantized"), "auto", None))
+    biases = sum(tensor.numel() for name, tensor in stored.items() if name not in values and name.endswith(".bias"))
+    assert headers.elements == sum(tensor.numel() for tensor in values.values()) + biases  # zeros, which are left out
+    assert headers.packed_bytes <= packed.weight_bytes + 4 * biases
     # As on a GPU: dequantized, in the model's dtype.
     plain = load(replica_config(tmp_path / "quantized"), plan=SurgeryPlan.none()).module.state_dict()
-    for name, values in load(replica_config(twin), plan=SurgeryPlan.none()).module.state_dict().items():
-        assert torch.equal(plain[name], values), name
+    for name, tensor in load(replica_config(twin), plan=SurgeryPlan.none()).module.state_dict().items():
+        assert torch.equal(plain[name], tensor), name
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -159,7 +205,10 @@ def test_before_the_start(kind: str, tiny: Callable[[str], Path], tmp_path: Path
     [
         ({"quant_method": "hqq"}, r"quantized by hqq, which is not served \(fp8, .* are\): give one of these"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, r"quantized by fp8 \(e5m2\), which is not served"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, r"quantized by modelopt \(NVFP4\), which is not served"),
+        (
+            {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
+            r"quantized by modelopt \(W4A8_AWQ\), which is not served",
+        ),
         (
             {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {}},
             r"quantized by compressed-tensors \(pack-quantized\), which is not served",

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from support.ranks.workloads import prompts
-from support.worker.quantized import FORMATS, INTEGER_FORMATS, save_quantized
+from support.worker.quantized import FORMATS, GROUPS_OF_32, INTEGER_FORMATS, save_quantized
 
 
 @pytest.mark.parametrize(
@@ -26,6 +26,15 @@ from support.worker.quantized import FORMATS, INTEGER_FORMATS, save_quantized
         ("llama", "int4-zero", 2, 1, False),
         ("qwen3_moe", "awq", 2, 1, True),
         ("qwen3_moe", "int4", 2, 1, False),
+        ("mixtral", "gptq", 2, 1, True),
+        ("mixtral", "fp8-tensor", 1, 2, False),
+        *(("llama", kind, 1, 1, False) for kind in ("mxfp4", "nvfp4", "modelopt-nvfp4")),
+        ("llama", "mxfp4", 2, 2, False),
+        ("qwen3_moe", "nvfp4", 2, 1, False),
+        ("qwen3_moe", "modelopt-nvfp4", 1, 1, False),
+        ("gpt_oss", "mxfp4-experts", 1, 1, False),
+        ("gpt_oss", "mxfp4-experts", 2, 2, False),
+        ("gpt_oss", "mxfp4-experts", 2, 1, True),
     ],
 )
 def test_tokens(
@@ -39,7 +48,8 @@ def test_tokens(
     check_oracle: Callable[..., None],
     tmp_path: Path,
 ) -> None:
-    twin = save_quantized(save_tiny(family), tmp_path, kind)
+    folder = save_tiny(family, **GROUPS_OF_32) if kind.startswith("mxfp4") else save_tiny(family)
+    twin = save_quantized(folder, tmp_path, kind)
     replica = sharded(tmp_path / "quantized", tp, pp, **{"ep": True} if ep else {})
     mixed = prompts(5)
     check_oracle(twin, mixed, replica.run(mixed, 6))

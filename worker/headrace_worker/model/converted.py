@@ -2,7 +2,8 @@
 
 transformers defines for each family which stored names make which tensor, and how. Three forms are supported: the
 tensors of a numbered list are stacked, and those of several lists concatenated; tensors are concatenated; one tensor is
-split. The result is read by part as any other tensor: only the requested experts and rows.
+split. The result is read by part as any other tensor: only the requested experts and rows; experts as codes, where
+all of them have codes.
 """
 
 import re
@@ -16,11 +17,12 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from headrace_proto.errors import ModelLoadError, ModelUnsupportedError
-from headrace_worker.model.packable import PackableMatrix
+from headrace_worker.core.transfer.shards import Span
+from headrace_worker.model.packable import PackableExperts, PackableMatrix, merge_packable
 from headrace_worker.model.sharding.cuts import Cut, Cuts, spans_of
 from headrace_worker.model.weights import Weights, join
 
-_Spans = tuple[tuple[int, int], ...]  # one of each dimension
+_Spans = tuple[Span, ...]  # one of each dimension
 
 
 @dataclass(slots=True)
@@ -68,6 +70,26 @@ class _Joined:
                 pieces.append(stored.read(part[0], _cuts(inner)))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
 
+    def read_codes(self, stored: Weights, ranges: Sequence[Sequence[Span]]) -> PackableExperts | None:
+        """The codes of stacked matrices, whose outputs are concatenated."""
+        if not self.stacked or self.dim != 1 or len(ranges) != 3:
+            return None
+        experts = []
+        for index in (index for span in ranges[0] for index in range(*span)):
+            offset, pieces = 0, []
+            for part in self.parts:
+                length = self._length(part, stored)
+                spans = [(max(start - offset, 0), min(stop - offset, length)) for start, stop in ranges[1]]
+                spans = [span for span in spans if span[0] < span[1]]
+                offset += length
+                if spans:
+                    pieces.append(stored.read_codes(part[index], (Cut(0, tuple(spans)), Cut(1, tuple(ranges[2])))))
+            matrices = [piece for piece in pieces if isinstance(piece, PackableMatrix)]
+            if len(matrices) < len(pieces):
+                return None
+            experts.append(matrices[0] if len(matrices) == 1 else merge_packable(matrices))
+        return PackableExperts(experts)
+
     def _length(self, part: dict[int, str], stored: Weights) -> int:
         return stored.shape(part[0])[self.dim - self.stacked]
 
@@ -83,6 +105,9 @@ class _Piece:
 
     def shape(self, _stored: Weights) -> tuple[int, ...]:
         return self.size
+
+    def read_codes(self, _stored: Weights, _ranges: Sequence[Sequence[Span]]) -> None:
+        return None
 
     def read(self, stored: Weights, spans: _Spans) -> Tensor:
         inner = [*spans]
@@ -117,11 +142,15 @@ class ConvertedWeights:
     def read(self, name: str, cuts: Cuts = ()) -> Tensor:
         if name in self._names:
             return self._stored.read(self._names[name], cuts)
-        ranges = [spans_of(cuts, dim, size) for dim, size in enumerate(self.shape(name))]
-        return join(ranges, lambda spans: self._made[name].read(self._stored, spans))
+        return join(self._ranges(name, cuts), lambda spans: self._made[name].read(self._stored, spans))
 
-    def read_codes(self, name: str, cuts: Cuts = ()) -> PackableMatrix | None:
-        return self._stored.read_codes(self._names[name], cuts) if name in self._names else None
+    def read_codes(self, name: str, cuts: Cuts = ()) -> PackableMatrix | PackableExperts | None:
+        if name in self._names:
+            return self._stored.read_codes(self._names[name], cuts)
+        return self._made[name].read_codes(self._stored, self._ranges(name, cuts))
+
+    def _ranges(self, name: str, cuts: Cuts) -> list[tuple[Span, ...]]:
+        return [spans_of(cuts, dim, size) for dim, size in enumerate(self.shape(name))]
 
 
 def converted(

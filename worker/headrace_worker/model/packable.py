@@ -7,7 +7,7 @@ all of its values, which are made for each call: it is only called to compare a 
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -35,7 +35,9 @@ class PackableMatrix:
 
     @property
     def nbytes(self) -> int:
-        """When it is packed, without the padding of its outputs."""
+        """When it is packed; until then without the padding of its outputs."""
+        if self._packed is not None:
+            return self._packed.data.nbytes
         values = self.values
         if isinstance(values, Tensor):
             return values.nbytes
@@ -49,11 +51,12 @@ class PackableMatrix:
         return self._values
 
     def dense(self) -> Tensor:
-        """All values in float32; only until it is packed."""
-        values = self.values
-        if isinstance(values, Tensor):
-            return values.float()
-        return values.dense() if self.order is None else values.dense()[:, self.order.argsort()]
+        """All values in float32."""
+        if self._packed is not None:
+            values = ops.packed_rows(self._packed, torch.arange(self.shape[0]))
+        else:
+            values = self.values.float() if isinstance(self.values, Tensor) else self.values.dense()
+        return values if self.order is None else values[:, self.order.argsort()]
 
     def packed(self) -> PackedWeight:
         """Packs it, if that was not done."""
@@ -62,6 +65,23 @@ class PackableMatrix:
             self._packed = pack_dense(values) if isinstance(values, Tensor) else pack_codes(values, self.form)
             self._values = None
         return self._packed
+
+
+class PackableExperts:
+    """The matrices [out, in] of a parameter of routed experts: [X, out, in], or [X, in, out] if transposed.
+
+    Put into a module they are packed at once: none is merged with another, and until then a code takes a byte.
+    """
+
+    def __init__(self, matrices: list[PackableMatrix], *, transposed: bool = False) -> None:
+        self.matrices, self.transposed = matrices, transposed
+        outputs, inputs = matrices[0].shape
+        self.shape = (len(matrices), *((inputs, outputs) if transposed else (outputs, inputs)))
+
+    @property
+    def nbytes(self) -> int:
+        """When they are packed."""
+        return sum(matrix.nbytes for matrix in self.matrices)
 
 
 class PackableLinear(nn.Linear):
@@ -135,22 +155,21 @@ class PackedEmbedding(nn.Embedding):
         return ops.packed_rows(self.matrix.packed(), input_ids)
 
 
-def merge_packable(parts: list[PackableLinear], bias: Tensor | None) -> PackableLinear:
-    """One linear whose outputs are those of `parts`, concatenated.
+def merge_packable(parts: Sequence[PackableMatrix]) -> PackableMatrix:
+    """A matrix whose outputs are those of `parts`, concatenated.
 
     Codes beside other values become float32, and so do codes of several kinds, or with columns in several orders.
     """
-    values = [part.matrix.values for part in parts]
-    form = max((part.matrix.form for part in parts), key=lambda form: form.bits)
+    values = [part.values for part in parts]
+    form = max((part.form for part in parts), key=lambda form: form.bits)
     codes = [value for value in values if isinstance(value, Codes)]
-    order = parts[0].matrix.order
-    alike = len({code.kind for code in codes}) == 1 and all(_equal(part.matrix.order, order) for part in parts)
+    order = parts[0].order
+    alike = len({code.kind for code in codes}) == 1 and all(_equal(part.order, order) for part in parts)
     if len(codes) == len(values) and alike:
-        return PackableLinear(PackableMatrix(concatenate(codes), form, order), bias)
+        return PackableMatrix(concatenate(codes), form, order)
     if codes:
-        return PackableLinear(PackableMatrix(torch.cat([part.matrix.dense() for part in parts]), Form.FLOAT32), bias)
-    dense = [value for value in values if isinstance(value, Tensor)]
-    return PackableLinear(PackableMatrix(torch.cat(dense), form), bias)
+        return PackableMatrix(torch.cat([part.dense() for part in parts]), Form.FLOAT32)
+    return PackableMatrix(torch.cat([value for value in values if isinstance(value, Tensor)]), form)
 
 
 def _equal(order: Tensor | None, other: Tensor | None) -> bool:
@@ -158,9 +177,13 @@ def _equal(order: Tensor | None, other: Tensor | None) -> bool:
 
 
 def can_be_packed(model: nn.Module, name: str) -> bool:
-    """Whether this is the weight of a linear as transformers has it, or of an embedding, and only they read it."""
+    """Whether this is the weight of a linear as transformers has it, of an embedding, or of routed experts behind
+    transformers' interface, and only they read it.
+    """
     owner_name, _, leaf = name.rpartition(".")
     owner = model.get_submodule(owner_name)
+    if is_experts(owner):
+        return leaf in ("gate_up_proj", "up_proj", "down_proj")
     # A family's own embedding scales the rows that torch's own finds.
     known = type(owner) in (nn.Linear, nn.Embedding) or (
         isinstance(owner, nn.Embedding) and "super().forward(" in _source(type(owner).forward)
@@ -171,10 +194,23 @@ def can_be_packed(model: nn.Module, name: str) -> bool:
     return not reads_weight(model.get_submodule(parent_name), child)
 
 
-def put_packable(model: nn.Module, name: str, matrix: PackableMatrix) -> None:
-    """Puts a module with this matrix in the place of the one with this weight. Its bias comes later, or was there."""
-    owner_name = name.rpartition(".")[0]
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module goes through transformers' experts interface."""
+    return hasattr(module, "is_concatenated") and hasattr(module, "num_experts")
+
+
+def put_packable(model: nn.Module, name: str, matrix: PackableMatrix | PackableExperts) -> None:
+    """Puts a module with this matrix in the place of the one with this weight; its bias comes later, or was there. Of
+    experts, `packable_experts` has the matrices of their parameters by name.
+    """
+    owner_name, _, leaf = name.rpartition(".")
     owner = model.get_submodule(owner_name)
+    if isinstance(matrix, PackableExperts):
+        for one in matrix.matrices:
+            one.packed()
+        owner._parameters[leaf] = _no_values(matrix)
+        owner.__dict__.setdefault("packable_experts", {})[leaf] = matrix.matrices
+        return
     if isinstance(owner, nn.Embedding):
         kind = type(owner)
         owner.__class__ = (
@@ -189,9 +225,9 @@ def put_packable(model: nn.Module, name: str, matrix: PackableMatrix) -> None:
     model.set_submodule(owner_name, packable.train(owner.training))
 
 
-def _no_values(matrix: PackableMatrix) -> nn.Parameter:
+def _no_values(matrix: PackableMatrix | PackableExperts) -> nn.Parameter:
     """Of the right shape, NaN, so that nothing can use it by mistake."""
-    return nn.Parameter(torch.full((1, 1), torch.nan).expand(matrix.shape), requires_grad=False)
+    return nn.Parameter(torch.full((1,) * len(matrix.shape), torch.nan).expand(matrix.shape), requires_grad=False)
 
 
 def reads_weight(parent: nn.Module, child: str) -> bool:

@@ -15,9 +15,9 @@ from headrace_proto.errors import ModelLoadError
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 # Modules of the language model in checkpoints of several models.
 TEXT_PARTS = ("language_model", "text_model")
-_CODES = ("qweight", "weight_packed", "weight")
-_CODE_BITS = {"I32": 32, "I8": 8, "F8_E4M3": 8}
-_SCALES = ("scales", "weight_scale", "weight_scale_inv")
+_CODES = re.compile(r"(?:\.(?:qweight|weight_packed|weight)|_blocks)$")
+_CODE_BITS = {"I32": 32, "I8": 8, "U8": 8, "F8_E4M3": 8}
+_SCALES = re.compile(r"(?:\.(?:scales|weight_scale(?:_inv|_2)?|weight_global_scale)|_scales)$")
 _LAYER = re.compile(r"^(?:(?:model|language_model|text_model)\.)*layers\.([0-9]{1,9})\.")
 
 
@@ -72,13 +72,13 @@ def count_elements(
     found = Counter[str]()
     names = [name for name in handles if _is_read(name, layers) and (not parts or {*name.split(".")} & {*parts})]
     for name in names:
-        view, leaf = handles[name].get_slice(name), name.rpartition(".")[2]
+        view = handles[name].get_slice(name)
         size, dtype = prod(view.get_shape()), view.get_dtype()
-        if dtype in _CODE_BITS and leaf in _CODES:
+        if dtype in _CODE_BITS and _CODES.search(name):
             found["codes"] += (count := size * _CODE_BITS[dtype] // bits)
             found["elements"] += count
             found["code_bytes"] += size * _CODE_BITS[dtype] // 8
-        elif leaf in _SCALES:
+        elif _SCALES.search(name):
             found["code_bytes"] += size * (4 if "32" in dtype else 2)
         elif "F" in dtype:
             found["elements"] += size

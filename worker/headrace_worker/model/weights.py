@@ -14,7 +14,14 @@ from headrace_kernels.packed import Codes, Form
 from headrace_proto.errors import ModelLoadError
 from headrace_worker.core.progress import Progress
 from headrace_worker.core.transfer.shards import Span
-from headrace_worker.model.packable import PackableLinear, PackableMatrix, PackedEmbedding, can_be_packed, put_packable
+from headrace_worker.model.packable import (
+    PackableExperts,
+    PackableLinear,
+    PackableMatrix,
+    PackedEmbedding,
+    can_be_packed,
+    put_packable,
+)
 from headrace_worker.model.safetensors_files import IGNORED_SUFFIXES, open_files
 from headrace_worker.model.sharding.cuts import Cuts, spans_of
 from headrace_worker.model.sharding.shard import Sharding
@@ -33,8 +40,8 @@ class Weights(Protocol):
     def __iter__(self) -> Iterator[str]: ...
     def shape(self, name: str) -> tuple[int, ...]: ...
     def read(self, name: str, cuts: Cuts = ()) -> Tensor: ...
-    def read_codes(self, name: str, cuts: Cuts = ()) -> PackableMatrix | None:
-        """A matrix without its values; None where it has no codes, or is cut within their groups."""
+    def read_codes(self, name: str, cuts: Cuts = ()) -> PackableMatrix | PackableExperts | None:
+        """Without values; None where a tensor has no codes, or is cut within their groups."""
         ...
 
 
@@ -144,7 +151,8 @@ def fill(
 
     Parts of other ranks are not read. Floating-point tensors are converted to `dtype`, except those that the model
     keeps in float32. Tied parameters stay one tensor. packed: of matrices of linears and embeddings codes stay
-    codes, bfloat16 stays, others become this dtype; None: all become `dtype`. Raises ModelLoadError as `match` does.
+    codes, bfloat16 stays, others become this dtype, and codes of routed experts stay; None: all become `dtype`.
+    Raises ModelLoadError as `match` does.
     """
     sources, shared = match(model, weights, sharding)
     keep_float32: set[str] = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
@@ -161,7 +169,7 @@ def fill(
             tensor, matrix = _expand(matrix, device, torch.float32 if strict else dtype), None
         elif matrix is None:
             tensor = weights.read(stored, cuts)
-            if stays and tensor.is_floating_point():
+            if stays and tensor.is_floating_point() and tensor.dim() == 2:
                 matrix = _packable(tensor, tensor.dtype if strict else packed)
         if matrix is not None:
             put_packable(model, name, matrix)
@@ -191,8 +199,13 @@ def fill(
     return placed
 
 
-def _expand(matrix: PackableMatrix, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The values of a matrix of codes, made on the device in parts."""
+def _expand(matrix: PackableMatrix | PackableExperts, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The values of a matrix of codes, or of experts, made on the device in parts."""
+    if isinstance(matrix, PackableExperts):
+        stack = torch.empty(matrix.shape, dtype=dtype, device=device)
+        for values, one in zip(stack, matrix.matrices, strict=True):
+            values.copy_(_expand(one, device, dtype).T if matrix.transposed else _expand(one, device, dtype))
+        return stack
     codes, order = matrix.values, matrix.order
     assert isinstance(codes, Codes)
     columns = slice(None) if order is None else order.argsort().to(device)

@@ -17,8 +17,9 @@ SERVED = (
     "fbgemm_fp8",
     "awq (gemm)",
     "gptq (4 and 8 bits)",
-    "compressed-tensors (float-quantized, int-quantized, pack-quantized)",
-    "modelopt (FP8)",
+    "mxfp4 (gpt-oss)",
+    "compressed-tensors (float-quantized, int-quantized, pack-quantized, mxfp4-pack-quantized, nvfp4-pack-quantized)",
+    "modelopt (FP8, NVFP4)",
 )
 
 
@@ -26,7 +27,9 @@ class QuantizationScheme(NamedTuple):
     """How quantized matrices are stored."""
 
     method: str  # in quantization_config
-    kind: Literal["e4m3", "awq", "gptq", "packed", "int8"] = "e4m3"
+    kind: Literal["e4m3", "awq", "gptq", "packed", "int8", "mxfp4", "nvfp4", "modelopt-nvfp4", "mxfp4-experts"] = (
+        "e4m3"  # the format's class: formats.py
+    )
     block: tuple[int, int] | None = None  # e4m3: outputs and inputs of one scale; None: one per output, or one for all
     bits: int = 8  # of a value, without its scale
     zeros_less: int = 0  # gptq: what is missing from stored zeros
@@ -78,6 +81,8 @@ def _read_per_output(fields: Mapping[str, Any]) -> QuantizationScheme:
 def _read_modelopt(fields: Mapping[str, Any]) -> QuantizationScheme | None:
     inner = fields.get("quantization")
     algorithm = (inner if isinstance(inner, dict) else fields).get("quant_algo")
+    if algorithm == "NVFP4":
+        return QuantizationScheme("modelopt", "modelopt-nvfp4", bits=4)
     if algorithm not in ("FP8", "FP8_PB_WO", "FP8_PER_CHANNEL_PER_TOKEN"):
         return None
     return QuantizationScheme("modelopt", block=(128, 128) if algorithm == "FP8_PB_WO" else None)
@@ -106,6 +111,8 @@ def _read_compressed(fields: Mapping[str, Any]) -> QuantizationScheme | None:
         "e4m3": ("float-quantized", "naive-quantized"),
         "packed": ("pack-quantized",),
         "int8": ("int-quantized",),
+        "mxfp4": ("mxfp4-pack-quantized",),
+        "nvfp4": ("nvfp4-pack-quantized",),
     }
     if scheme is None:
         return None
@@ -125,7 +132,14 @@ def _compressed_group(group: Any) -> QuantizationScheme | None:
         return QuantizationScheme(
             "compressed-tensors", block=_block(weights.get("block_structure")) if by_block else None
         )
+    if kind == "float" and bits == 4:
+        name = {32: "mxfp4", 16: "nvfp4"}.get(_bits(weights, "group_size"))
+        return None if name is None else QuantizationScheme("compressed-tensors", name, bits=4)  # type: ignore[arg-type]
     return QuantizationScheme("compressed-tensors", "packed", bits=bits) if kind == "int" and bits in (4, 8) else None
+
+
+def _read_mxfp4(_fields: Mapping[str, Any]) -> QuantizationScheme:
+    return QuantizationScheme("mxfp4", "mxfp4-experts", bits=4)
 
 
 def _bits(fields: Mapping[str, Any], name: str) -> int:
@@ -162,6 +176,7 @@ _READERS = {
     "fbgemm_fp8": _read_per_output,
     "awq": _read_awq,
     "gptq": _read_gptq,
+    "mxfp4": _read_mxfp4,
     "modelopt": _read_modelopt,
     "compressed-tensors": _read_compressed,
 }

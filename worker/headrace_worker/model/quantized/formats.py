@@ -1,4 +1,4 @@
-"""Matrices of integer codes in the tensors of published formats: AWQ, GPTQ, and those of compressed-tensors.
+"""Matrices of codes in the tensors of published formats: AWQ, GPTQ, those of compressed-tensors, and MXFP4 and NVFP4.
 
 A value is (code - zero) * scale, of its group of inputs. Codes of 4 or 8 bits are packed into words of 32 bits, the
 first one in the lowest bits, along the inputs or the outputs of a matrix X.weight [out, in]:
@@ -8,6 +8,15 @@ first one in the lowest bits, along the inputs or the outputs of a matrix X.weig
     pack-quantized     X.weight_packed [out, in * bits / 32], X.weight_scale [out, groups], X.weight_shape [2],
                        maybe X.weight_zero_point [out * bits / 32, groups], X.weight_g_idx [in]
     int-quantized      X.weight [out, in] int8, X.weight_scale [out, 1] or a single number
+
+Without zeros, codes in e2m1, two in a byte along the inputs, the first one in its low half. A scale in uint8 is the
+exponent of a power of two, plus 127:
+
+    mxfp4-pack         X.weight_packed [out, in / 2], X.weight_scale [out, in / 32] uint8
+    nvfp4-pack         X.weight_packed [out, in / 2], X.weight_scale [out, in / 16] e4m3, which the single
+                       X.weight_global_scale divides
+    NVFP4 of modelopt  X.weight [out, in / 2], X.weight_scale [out, in / 16] e4m3, times the single X.weight_scale_2
+    MXFP4 of gpt-oss   X_blocks [experts, out, in / 32, 16], X_scales [experts, out, in / 32] of X [experts, in, out]
 """
 
 from abc import ABC, abstractmethod
@@ -17,7 +26,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from headrace_kernels.packed import Codes, Form
+from headrace_kernels.packed import Codes, Form, Kind
 from headrace_proto.errors import ModelLoadError
 from headrace_worker.core.transfer.shards import Span
 from headrace_worker.model.quantized.config import QuantizationScheme
@@ -38,6 +47,8 @@ class CodedMatrix(ABC):
     others: ClassVar[tuple[str, ...]]  # that it must have
     optional: ClassVar[tuple[str, ...]] = ()
     index_name: ClassVar[str] = ""  # of the group of each input
+    dtypes: ClassVar[tuple[str, ...]] = ("I32",)  # of the first one
+    kind: ClassVar[Kind] = Kind.INTEGER
 
     shape: tuple[int, int]
     bits: int
@@ -62,6 +73,8 @@ class CodedMatrix(ABC):
     @property
     def form(self) -> Form:
         """How its codes are packed for a CPU."""
+        if self.kind is Kind.E2M1:
+            return Form.E2M1
         return Form.CODES4 if self.bits == 4 and self.group % 8 == 0 else Form.CODES8
 
     @property
@@ -97,9 +110,7 @@ class CodedMatrix(ABC):
         if isinstance(zeros, Tensor) and zeros.numel() and bool((zeros == zeros.flatten()[0]).all()):
             zeros = int(zeros.flatten()[0])
         if isinstance(zeros, int):
-            half = scale.half()
-            exact = scale.dtype is torch.float16 or torch.equal(half.float(), scale.float())
-            return Codes(codes, half if exact else scale.float(), None, zeros)
+            return Codes(codes, smallest(scale), None, zeros, self.kind)
         scale = scale.float()
         return Codes(codes, scale, -zeros.float() * scale)
 
@@ -239,7 +250,7 @@ class Packed(CodedMatrix):
 class Int8(CodedMatrix):
     """A byte for each code, and a scale for each output, or one."""
 
-    first, others = "weight", ("weight_scale",)
+    first, others, dtypes = "weight", ("weight_scale",), ("I8",)
 
     def _measure(self) -> None:
         outputs, inputs = self._shape("weight")
@@ -259,7 +270,114 @@ class Int8(CodedMatrix):
         return 128
 
 
-FORMATS: dict[str, type[CodedMatrix]] = {"awq": Awq, "gptq": Gptq, "packed": Packed, "int8": Int8}
+class Mxfp4(CodedMatrix):
+    """Bytes of two inputs, and a scale for each 32."""
+
+    first = "weight_packed"
+    others: ClassVar[tuple[str, ...]] = ("weight_scale",)
+    dtypes, kind = ("U8",), Kind.E2M1
+    inputs_of_scale: ClassVar[int] = 32
+    scale_dtype: ClassVar[str] = "U8"
+
+    def _measure(self) -> None:
+        outputs, half = self._shape(self.first)
+        self.bits, self.shape, self.groups = 4, (outputs, 2 * half), 2 * half // self.inputs_of_scale
+        if 2 * half % self.inputs_of_scale:
+            raise self._unfit(f"{2 * half} inputs")
+        self._expect("weight_scale", (outputs, self.groups))
+        if (found := self._stored.dtype(self._name("weight_scale"))) != self.scale_dtype:
+            raise self._unfit(f"scales in {found}")
+
+    def _codes(self, outputs: Span, inputs: Span) -> Tensor:
+        return _halves(self._read(self.first, outputs, (inputs[0] // 2, inputs[1] // 2)))
+
+    def _scale(self, outputs: Span, groups: Span) -> Tensor:
+        return powers(self._read("weight_scale", outputs, groups))
+
+    def _zeros(self, _outputs: Span, _groups: Span) -> int:
+        return 0
+
+
+class Nvfp4(Mxfp4):
+    """A scale for each 16 inputs, and one of all scales."""
+
+    others = ("weight_scale", "weight_global_scale")
+    inputs_of_scale, scale_dtype = 16, "F8_E4M3"
+
+    def _scale(self, outputs: Span, groups: Span) -> Tensor:
+        return self._read("weight_scale", outputs, groups).float() / self._of_all("weight_global_scale")
+
+    def _of_all(self, name: str) -> Tensor:
+        scale = self._read(name).float()
+        if scale.numel() != 1:
+            raise self._unfit(f"{name!r} of shape {list(scale.shape)}")
+        return scale.reshape(())
+
+
+class ModeloptNvfp4(Nvfp4):
+    """The same under modelopt's names, with the reciprocal of the scale of all scales."""
+
+    first, others = "weight", ("weight_scale", "weight_scale_2")
+
+    def _scale(self, outputs: Span, groups: Span) -> Tensor:
+        return self._read("weight_scale", outputs, groups).float() * self._of_all("weight_scale_2")
+
+
+FORMATS: dict[str, type[CodedMatrix]] = {
+    "awq": Awq,
+    "gptq": Gptq,
+    "packed": Packed,
+    "int8": Int8,
+    "mxfp4": Mxfp4,
+    "nvfp4": Nvfp4,
+    "modelopt-nvfp4": ModeloptNvfp4,
+}
+
+
+class Mxfp4Experts:
+    """The matrices of all experts of a layer: X [experts, in, out], of X_blocks and X_scales.
+
+    Raises ModelLoadError where these do not belong together.
+    """
+
+    GROUP = 32
+
+    def __init__(self, stored: SafetensorsWeights, blocks: str, scales: str) -> None:
+        self._stored, self._blocks, self._scales = stored, blocks, scales
+        shape = stored.shape(blocks)
+        if len(shape) != 4 or shape[3] != self.GROUP // 2 or stored.shape(scales) != shape[:3]:
+            raise ModelLoadError(
+                f"{scales!r} is {list(stored.shape(scales))}, but {blocks!r} {list(shape)} requires "
+                f"{list(shape[:3])}, and blocks of 16 bytes: config.json and weights do not belong together."
+            )
+        self.shape = shape[0], shape[2] * self.GROUP, shape[1]
+
+    def codes(self, expert: int, outputs: Span, inputs: Span) -> Codes:
+        """Of one expert, [outputs, inputs]. inputs: whole groups."""
+        spans = ((expert, expert + 1), outputs, (inputs[0] // self.GROUP, inputs[1] // self.GROUP))
+        cuts = tuple(Cut(dim, (span,)) for dim, span in enumerate(spans))
+        scale = powers(self._stored.read(self._scales, cuts)[0])
+        if not bool(scale.isfinite().all()):
+            raise ModelLoadError(f"The scales {self._scales!r} are not finite: the checkpoint is damaged.")
+        codes = _halves(self._stored.read(self._blocks, cuts)[0].flatten(-2))
+        return Codes(codes, smallest(scale), kind=Kind.E2M1)
+
+
+def smallest(scale: Tensor) -> Tensor:
+    """The same numbers in float16 if that has all of them, else in float32."""
+    half = scale.half()
+    return half if scale.dtype is torch.float16 or torch.equal(half.float(), scale.float()) else scale.float()
+
+
+def powers(scale: Tensor) -> Tensor:
+    """Exponents of two in uint8, plus 127, as float32; 255 stands for no number."""
+    values = torch.exp2(scale.float() - 127)
+    return values.masked_fill(scale == 255, torch.nan)
+
+
+def _halves(packed: Tensor) -> Tensor:
+    """Bytes [..., n] -> codes [..., 2n], the first one of a byte in its low half."""
+    return torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
 
 
 def unpack(packed: Tensor, bits: int, dim: int) -> Tensor:

@@ -1,8 +1,8 @@
 """Quantized tensors of a checkpoint under the names that the model has for their values.
 
-A matrix in e4m3 has scales beside it: one, one of each output, or one of each block. It is read as codes, and so is a
-matrix of integers (`formats.py`) where a part is whole groups of inputs; or as values, which are made of the part that
-is read. Scales of inputs and of keys and values are not used: inputs are not rounded here.
+A matrix in e4m3 has scales beside it: one, one of each output, or one of each block. It is read as codes, and so are
+matrices of other codes (`formats.py`) where a part is whole groups of inputs; or as values, which are made of the part
+that is read. Scales of inputs and of keys and values are not used: inputs are not rounded here.
 """
 
 from collections.abc import Container, Iterator, Sequence
@@ -14,15 +14,18 @@ from torch import Tensor
 from headrace_kernels.packed import Codes, Form, Kind, concatenate
 from headrace_proto.errors import ModelLoadError
 from headrace_worker.core.transfer.shards import Span
-from headrace_worker.model.packable import PackableMatrix
+from headrace_worker.model.packable import PackableExperts, PackableMatrix
 from headrace_worker.model.quantized.config import QuantizationScheme
-from headrace_worker.model.quantized.formats import FORMATS, CodedMatrix
+from headrace_worker.model.quantized.formats import FORMATS, CodedMatrix, Mxfp4Experts
 from headrace_worker.model.sharding.cuts import Cuts, spans_of
 from headrace_worker.model.weights import SafetensorsWeights, join
 
 # Of a matrix X.weight, in the order in which they are looked for: X.weight_scale_inv and so on.
 _SCALES = ("weight_scale_inv", "weight_scale", "scale", "qscale_weight")
-_UNUSED = ("input_scale", "activation_scale", "output_scale", "q_scale", "k_scale", "v_scale", "prob_output_scale")
+_UNUSED = (
+    *("input_scale", "input_global_scale", "activation_scale", "output_scale", "q_scale", "k_scale", "v_scale"),
+    "prob_output_scale",
+)
 _AT_ONCE = 1 << 24  # values
 _LEAST_GROUP = 8  # inputs, with scales of a quarter of the memory of their codes
 _NAN = 0x7F  # without its sign
@@ -36,11 +39,12 @@ class QuantizedWeights:
         self._stored, self._scheme = stored, scheme
         self._scales: dict[str, str] = {}
         self._coded: dict[str, CodedMatrix] = {}
+        self._experts: dict[str, Mxfp4Experts] = {}
         names, used = set(stored), set[str]()
         format = FORMATS.get(scheme.kind)
         for name in stored:
             owner, _, leaf = name.rpartition(".")
-            if format is not None and leaf == format.first and stored.dtype(name) in ("I32", "I8"):
+            if format is not None and leaf == format.first and stored.dtype(name) in format.dtypes:
                 matrix = format(stored, names, owner, scheme)
                 self._coded[f"{owner}.weight"] = matrix
                 used |= {f"{owner}.{part}" for part in matrix.present}
@@ -49,10 +53,17 @@ class QuantizedWeights:
                     used.add(bias)
             elif leaf == "weight" and stored.dtype(name) == "F8_E4M3":
                 self._scales[name] = self._scale_of(name, names)
+            elif scheme.kind == "mxfp4-experts" and leaf.endswith("_blocks"):
+                owner = name.removesuffix("_blocks")
+                if (scales := f"{owner}_scales") not in names:
+                    raise _no_scale(name)
+                self._experts[owner] = Mxfp4Experts(stored, name, scales)
+                used |= {name, scales}
         used |= set(self._scales.values())
         quantized = bool(self._scales or self._coded)
         unused = {name for name in names if name.rpartition(".")[2] in _UNUSED and quantized}
-        self._names = [*(name for name in stored if name not in used | unused), *self._coded]
+        left_out = used | unused
+        self._names = [*(name for name in stored if name not in left_out), *self._coded, *self._experts]
 
     @property
     def read_bytes(self) -> int:
@@ -62,18 +73,23 @@ class QuantizedWeights:
         return iter(self._names)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._coded[name].shape if name in self._coded else self._stored.shape(name)
+        found = self._coded.get(name) or self._experts.get(name)
+        return self._stored.shape(name) if found is None else found.shape
 
     def read(self, name: str, cuts: Cuts = ()) -> Tensor:
         """The values in float32, of a tensor that is not quantized as it is stored."""
         if name in self._coded:
             return self._values(self._coded[name], cuts)
+        if name in self._experts:
+            return self._expert_values(self._experts[name], cuts)
         return self._scaled(name, cuts) if name in self._scales else self._stored.read(name, cuts)
 
-    def read_codes(self, name: str, cuts: Cuts = ()) -> PackableMatrix | None:
-        """A matrix without its values; None where it has no codes, or is cut within their groups."""
+    def read_codes(self, name: str, cuts: Cuts = ()) -> PackableMatrix | PackableExperts | None:
+        """Without values; None where a tensor has no codes, or is cut within their groups."""
         if name in self._scales:
             return self._e4m3(name, cuts)
+        if name in self._experts:
+            return self._expert_codes(self._experts[name], cuts)
         matrix = self._coded.get(name)
         if matrix is None:
             return None
@@ -99,6 +115,27 @@ class QuantizedWeights:
             return values[:, start - first : end - first]
 
         return join(ranges, part)
+
+    def _expert_codes(self, stack: Mxfp4Experts, cuts: Cuts) -> PackableExperts | None:
+        experts, inputs, outputs = (spans_of(cuts, dim, size) for dim, size in enumerate(stack.shape))
+        if len(inputs) > 1 or any(edge % stack.GROUP for edge in inputs[0]):
+            return None
+        matrices = []
+        for expert in _places(experts).tolist():
+            parts = [stack.codes(expert, span, inputs[0]) for span in outputs]
+            matrices.append(PackableMatrix(parts[0] if len(parts) == 1 else concatenate(parts), Form.E2M1))
+        return PackableExperts(matrices, transposed=True)
+
+    def _expert_values(self, stack: Mxfp4Experts, cuts: Cuts) -> Tensor:
+        """Any part of a stack of experts [experts, inputs, outputs]."""
+
+        def part(spans: tuple[Span, ...]) -> Tensor:
+            experts, (start, end), outputs = spans
+            first, last = start // stack.GROUP * stack.GROUP, -(-end // stack.GROUP) * stack.GROUP
+            values = [stack.codes(expert, outputs, (first, last)).dense().T for expert in range(*experts)]
+            return torch.stack(values)[:, start - first : end - first]
+
+        return join([spans_of(cuts, dim, size) for dim, size in enumerate(stack.shape)], part)
 
     def _e4m3(self, name: str, cuts: Cuts) -> PackableMatrix | None:
         """A part of a matrix in e4m3, with scales of the largest groups of inputs that no block's edge divides."""
@@ -150,9 +187,7 @@ class QuantizedWeights:
         owner = name.removesuffix("weight")
         found = next((owner + scale for scale in _SCALES if owner + scale in names), None)
         if found is None:
-            raise ModelLoadError(
-                f"Tensor {name!r} has no scale beside it: the checkpoint is incomplete, download it again."
-            )
+            raise _no_scale(name)
         shape, scales = self._stored.shape(name), self._stored.shape(found)
         if len(shape) != 2:
             raise ModelLoadError(f"Tensor {name!r} in e4m3 has shape {list(shape)}: only matrices are read.")
@@ -169,6 +204,10 @@ class QuantizedWeights:
                 "config.json and weights do not belong together."
             )
         return found
+
+
+def _no_scale(name: str) -> ModelLoadError:
+    return ModelLoadError(f"Tensor {name!r} has no scale beside it: the checkpoint is incomplete, download it again.")
 
 
 def _places(spans: Sequence[Span]) -> Tensor:

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from headrace_proto.errors import ModelUnsupportedError
 from headrace_worker.comm.parallel_context import ParallelContext
 from headrace_worker.core.transfer.shards import Span
+from headrace_worker.model.packable import is_experts
 from headrace_worker.model.sharding import strings
 from headrace_worker.model.sharding.cuts import Cut, Cuts, ceiling, cut_shape, even, kv_heads, query_heads, scaled
 from headrace_worker.model.sharding.modules import Reduced, ShardedExperts, SharedNorm, VocabEmbedding, VocabHead
@@ -51,7 +52,7 @@ def shard(model: PreTrainedModel, parallel: ParallelContext, device: torch.devic
     """Shard a model on meta in place. Raises ModelUnsupportedError with the reason when it cannot be sharded so."""
     sharding = Sharding({name: tuple(entry.shape) for name, entry in model.state_dict().items()})
     replace_other_stages(model, parallel, device)
-    has_experts = any(_is_experts(module) for module in model.modules())
+    has_experts = any(is_experts(module) for module in model.modules())
     if parallel.ep and not has_experts:
         raise ModelUnsupportedError(f"{model.config.model_type} has no routed experts: serve it without --ep.")
     if parallel.tp.size > 1:
@@ -96,7 +97,7 @@ class _Cutter:
                 self._cut_recurrent(name, module)
                 recurrent.append(f"{name}.")
                 continue
-            if _is_experts(module):
+            if is_experts(module):
                 self._cut_experts(name, module, kind)
             elif _is_batched(module):
                 self._cut_batched(name, module)
@@ -299,8 +300,3 @@ def _is_attention(name: str, module: nn.Module) -> bool:
 def _is_batched(module: Any) -> bool:
     """Whether a module has the weights of all experts in two tensors, and computes them itself (Llama 4)."""
     return isinstance(getattr(module, "gate_up_proj", None), nn.Parameter) and hasattr(module, "expert_dim")
-
-
-def _is_experts(module: Any) -> bool:
-    """Whether a module goes through transformers' experts interface."""
-    return hasattr(module, "is_concatenated") and hasattr(module, "num_experts")

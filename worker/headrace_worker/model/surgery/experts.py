@@ -1,27 +1,45 @@
-"""Mixtures of experts on CPUs: each expert a gated MLP of packed products; routers with the same bits in any batch.
+"""Mixtures of experts on CPUs: each expert an MLP of packed products; routers with the same bits in any batch.
 
 Shape letters: T tokens, N hidden size, X experts, A of them that are active for a token, M inner size of one.
 """
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.integrations import moe
 
 import headrace_kernels.ops as ops
 from headrace_kernels.packed import Form
-from headrace_worker.model.packable import PackableLinear, PackableMatrix
+from headrace_proto.errors import ModelUnsupportedError
+from headrace_worker.model.packable import PackableLinear, PackableMatrix, is_experts
 from headrace_worker.model.surgery.mlp import FusedMlp, activation
 from headrace_worker.model.surgery.verify import TOKENS, agrees, random_input
 
-# Forms of experts that transformers marks, of those that its version knows.
-_OTHER_FORMS = ("is_transposed", "has_bias", "has_post_expert_norm")
+_VERIFIED = 2  # experts of a module, whose products are compared
+
+
+class OwnMlp(nn.Module):
+    """An expert whose activation is its family's own: down(activate(up))."""
+
+    def __init__(self, up: nn.Module, down: nn.Module, activate: Callable[[Tensor], Tensor]) -> None:
+        """activate: [..., outputs of up] -> [..., M]."""
+        super().__init__()
+        self.up_proj, self.down_proj = up, down
+        self._activate = activate
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """hidden_states [..., N] -> [..., N]."""
+        out: Tensor = self.down_proj(self._activate(self.up_proj(hidden_states)))
+        return out
 
 
 class FusedExperts(nn.Module):
     """The experts of transformers' interface, one after another, each over its tokens."""
 
-    def __init__(self, experts: list[FusedMlp]) -> None:
+    def __init__(self, experts: list[nn.Module]) -> None:
         super().__init__()
         self.experts = nn.ModuleList(experts)
 
@@ -85,10 +103,7 @@ def fuse_experts(module: nn.Module, _window: int, verify: bool) -> FusedExperts 
     """The replacement of experts, or of a router, or None."""
     if "TopKRouter" in type(module).__name__:
         return _fuse_router(module)
-    is_usual = getattr(module, "is_concatenated", False) and getattr(module, "has_gate", False)
-    if not is_usual or any(getattr(module, name, False) for name in _OTHER_FORMS):
-        return None
-    return _fuse_experts(module, verify)
+    return _fuse_experts(module, verify) if is_experts(module) else None
 
 
 def fuse_shared_experts(module: nn.Module, _window: int, verify: bool) -> FusedSharedMoe | None:
@@ -108,17 +123,67 @@ def fuse_shared_experts(module: nn.Module, _window: int, verify: bool) -> FusedS
 
 
 def _fuse_experts(module: Any, verify: bool) -> FusedExperts | None:
-    gelu = activation(module)
-    up, down = module.gate_up_proj, module.down_proj
-    if gelu is None or not _can_be_packed(up):
+    """Raises ModelUnsupportedError for experts in codes that compute something else than the interface says."""
+    up_name = "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"
+    codes = getattr(module, "packable_experts", {})
+    dense = [getattr(module, name, None) for name in (up_name, "down_proj") if name not in codes]
+    if not all(isinstance(weight, Tensor) and _can_be_packed(weight) for weight in dense):
         return None
-    fused = FusedExperts([FusedMlp(_packable(up[i]), _packable(down[i]), gelu) for i in range(len(up))])
-    if verify:
-        x = random_input(up, TOKENS, up.shape[2])
-        weights, index = random_input(up, TOKENS, len(up)).topk(min(2, len(up)))
-        if not agrees(lambda: module(x, index, weights), lambda: fused(x, index, weights)):
-            return None
-    return fused
+    ups, downs = _linears(module, up_name), _linears(module, "down_proj")
+    gelu = activation(module)
+    # Not the family's own gate, which may clamp.
+    usual = getattr(type(module), "_apply_gate", None) is moe._default_apply_gate and up_name == "gate_up_proj"
+    post_norm = getattr(module, "has_post_expert_norm", False)
+    experts: list[nn.Module] = []
+    activate = _activation_of(module)
+    for up, down in zip(ups, downs, strict=True):
+        plain = usual and gelu is not None and getattr(module, "is_concatenated", True)
+        expert = FusedMlp(up, down, bool(gelu)) if plain else OwnMlp(up, down, activate)
+        experts.append(nn.Sequential(expert, module.post_expert_norm) if post_norm else expert)
+    if verify and not _computes_the_same(module, up_name, ups, downs, experts[:_VERIFIED]):
+        if codes:
+            raise ModelUnsupportedError(
+                f"{type(module).__name__} computes its experts in a way that is not known, so this checkpoint's "
+                "codes cannot be multiplied: give unquantized safetensors."
+            )
+        return None
+    return FusedExperts(experts)
+
+
+def _linears(module: Any, name: str) -> list[PackableLinear]:
+    """A linear for each expert, with its bias."""
+    bias = getattr(module, f"{name}_bias", None) if getattr(module, "has_bias", False) else None
+    codes = getattr(module, "packable_experts", {}).get(name)
+    if codes is None:
+        stack = module.get_parameter(name).detach()
+        codes = [_packable(one.T if getattr(module, "is_transposed", False) else one) for one in stack]
+    return [PackableLinear(one, None if bias is None else bias[i].detach()) for i, one in enumerate(codes)]
+
+
+def _activation_of(module: Any) -> Callable[[Tensor], Tensor]:
+    """The gate or activation of a module, without its weights."""
+    without = copy.copy(module)
+    without.__dict__ = {key: value for key, value in vars(module).items() if key != "packable_experts"}
+    without._parameters = {}
+    activate: Callable[[Tensor], Tensor] = without._apply_gate if getattr(module, "has_gate", True) else module.act_fn
+    return activate
+
+
+def _computes_the_same(
+    module: Any, up_name: str, ups: list[PackableLinear], downs: list[PackableLinear], experts: list[nn.Module]
+) -> bool:
+    """Compares the first experts with the module's own forward."""
+    few = copy.copy(module)
+    few.num_experts = len(experts)
+    few._parameters = dict(module._parameters)
+    for name, linears in ((up_name, ups), ("down_proj", downs)):
+        stack = torch.stack([one.matrix.dense() for one in linears[: len(experts)]])
+        stack = stack.transpose(1, 2) if getattr(module, "is_transposed", False) else stack
+        few._parameters[name] = nn.Parameter(stack, requires_grad=False)
+    x = random_input(stack, TOKENS, ups[0].in_features)
+    weights, index = random_input(stack, TOKENS, len(experts)).topk(len(experts))
+    fused = FusedExperts(experts)
+    return agrees(lambda: few(x, index, weights), lambda: fused(x, index, weights))
 
 
 def _fuse_router(module: Any) -> FusedRouter | None:
@@ -133,7 +198,7 @@ def _fuse_router(module: Any) -> FusedRouter | None:
         return x.new_zeros(TOKENS, len(weight)).scatter(1, index, values)
 
     for normalized in (False, True):
-        fused = FusedRouter(_packable(weight), active, normalized)
+        fused = FusedRouter(PackableLinear(_packable(weight), None), active, normalized)
         if agrees(lambda: weights(module), lambda fused=fused: weights(fused)):  # type: ignore[misc]
             return fused
     return None
@@ -143,9 +208,9 @@ def _can_be_packed(weight: Tensor) -> bool:
     return weight.is_cpu and weight.dtype is torch.float32
 
 
-def _packable(weight: Tensor) -> PackableLinear:
+def _packable(weight: Tensor) -> PackableMatrix:
     """In bfloat16 if that has all of its values: products are the same, bit for bit."""
     small = weight.detach().to(torch.bfloat16)
     if weight.shape[1] % 8 == 0 and torch.equal(small.float(), weight):
-        return PackableLinear(PackableMatrix(small, Form.BFLOAT16), None)
-    return PackableLinear(PackableMatrix(weight.detach(), Form.FLOAT32), None)
+        return PackableMatrix(small, Form.BFLOAT16)
+    return PackableMatrix(weight.detach(), Form.FLOAT32)
