@@ -1,11 +1,14 @@
 """Quantized checkpoints generate the tokens of plain transformers on their dense twins, whole and split."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from headrace_kernels.packed import Form
+from headrace_worker.model.packable import PackedLinear
 from support.ranks.workloads import prompts
 from support.worker.quantized import FORMATS, GROUPS_OF_32, INTEGER_FORMATS, save_quantized
 
@@ -53,3 +56,36 @@ def test_tokens(
     replica = sharded(tmp_path / "quantized", tp, pp, **{"ep": True} if ep else {})
     mixed = prompts(5)
     check_oracle(twin, mixed, replica.run(mixed, 6))
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "changes", "tp", "shares"),
+    [
+        ("llama", "int4", {"intermediate_size": 112}, 2, [64, 48]),
+        ("llama", "fp8-block", {"intermediate_size": 120}, 2, [80, 40]),
+        ("llama", "int8-w8a8", {"intermediate_size": 96}, 2, [48, 48]),
+        ("mixtral", "awq", {"intermediate_size": 112}, 2, [64, 48]),
+        ("gpt_oss", "mxfp4-experts", {"intermediate_size": 96, "hidden_size": 64, "head_dim": 16}, 2, [64, 32]),
+    ],
+)
+def test_shares_of_whole_groups(
+    family: str,
+    kind: str,
+    changes: dict[str, int],
+    tp: int,
+    shares: list[int],
+    save_tiny: Callable[..., Path],
+    sharded: Callable[..., Any],
+    check_oracle: Callable[..., None],
+    tmp_path: Path,
+) -> None:
+    """Ranks have more and fewer of an MLP's inner dimensions, and none of its matrices is dequantized."""
+    twin = save_quantized(save_tiny(family, **changes), tmp_path, kind)
+    replica = sharded(tmp_path / "quantized", tp)
+    mixed = prompts(5)
+    check_oracle(twin, mixed, replica.run(mixed, 6))
+    for rank, share in zip(replica.models[0], shares, strict=True):
+        linears = {name: part for name, part in rank.module.named_modules() if isinstance(part, PackedLinear)}
+        downs = [part.packed for name, part in linears.items() if re.search(r"\bmlp\b.*\b(?:down_proj|w2)\b", name)]
+        assert downs and {down.inputs for down in downs} == {share}
+        assert all(down.form >= Form.CODES8 for down in downs)

@@ -1,5 +1,6 @@
 """Sizes that a rank holds and reads; and that its tensors are parts of the whole ones."""
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from headrace_proto.errors import ModelUnsupportedError
 from headrace_worker.model.gguf import GgufWeights
 from headrace_worker.model.gguf_file import GgufFile
-from headrace_worker.model.sharding.cuts import Cut
+from headrace_worker.model.sharding.cuts import Cut, in_units
 from headrace_worker.model.source import resolve
 from headrace_worker.model.surgery import SurgeryPlan
 from headrace_worker.model.weights import cut_tensor
@@ -97,3 +99,18 @@ def test_a_stage_boundary_costs_two_reductions_a_layer(
     assert [kind for kind, _ in first] == ["reduce"] * (1 + 2 * 2)  # embedding, two layers
     assert [kind for kind, _ in last] == ["reduce"] * 2 + ["gather"]  # one layer, head
     assert last[-1][1] == (1, 1, 159)  # logits of the sampled row only: half of the vocabulary, rounded up
+
+
+def test_shares_in_units() -> None:
+    def sizes(size: int, ranks: int, unit: int) -> list[int]:
+        spans = [in_units(size, rank, ranks, unit, "inner dimensions") for rank in range(ranks)]
+        assert spans[0][0] == 0 and spans[-1][1] == size
+        assert all(one[1] == next_[0] for one, next_ in itertools.pairwise(spans))
+        return [stop - start for start, stop in spans]
+
+    assert sizes(768, 4, 128) == [256, 256, 128, 128]  # Qwen3-30B-A3B in blocks of 128
+    assert sizes(18_944, 8, 128) == [2432] * 4 + [2304] * 4  # Qwen2.5-7B
+    assert sizes(96, 2, 40) == [48, 48]  # no whole units
+    assert sizes(256, 4, 128) == [64] * 4  # fewer units than ranks
+    with pytest.raises(ModelUnsupportedError, match="tp 3 does not divide the 256 inner dimensions"):
+        sizes(256, 3, 128)

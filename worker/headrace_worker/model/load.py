@@ -99,7 +99,8 @@ def load(
         )
         buffers.compute_buffers(model, place)
         parts = recurrent.state_parts(model) if keeps_states(text) else ()
-        sharding = shard(model, parallel, place)
+        scheme = read_scheme(text.model_type, getattr(hf_config, "quantization_config", None))
+        sharding = shard(model, parallel, place, scheme.unit if scheme is not None else 1)
         states = recurrent.redirect(model, parallel) if parts else ()
         layout = cache_layout(model.config, config.block_size, dtype.itemsize, parallel, states)
         layout = msgspec.structs.replace(layout, state_parts=parts)
@@ -107,7 +108,6 @@ def load(
             latent.redirect(model, sum(len(group.layers) for group in layout.groups))
             indexer.redirect(model)
         names = TextNames(hf_config, model) if hf_config is not text and source.weights else None
-        scheme = read_scheme(text.model_type, getattr(hf_config, "quantization_config", None))
         weights = open_weights(source, model, sharding, gguf, names, scheme)
         bf16 = config.cpu_arithmetic == "bf16"
         plan = plan or surgery.SurgeryPlan(deterministic=config.deterministic, bf16=bf16)

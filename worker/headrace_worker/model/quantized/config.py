@@ -33,6 +33,12 @@ class QuantizationScheme(NamedTuple):
     block: tuple[int, int] | None = None  # e4m3: outputs and inputs of one scale; None: one per output, or one for all
     bits: int = 8  # of a value, without its scale
     zeros_less: int = 0  # gptq: what is missing from stored zeros
+    group: int = 0  # inputs with one scale; 0: all of them
+
+    @property
+    def unit(self) -> int:
+        """Inputs that ranks do not divide."""
+        return self.block[1] if self.block is not None else self.group or 1
 
 
 def with_quantization(folder: Path, fields: dict[str, Any], model: str) -> dict[str, Any]:
@@ -82,7 +88,7 @@ def _read_modelopt(fields: Mapping[str, Any]) -> QuantizationScheme | None:
     inner = fields.get("quantization")
     algorithm = (inner if isinstance(inner, dict) else fields).get("quant_algo")
     if algorithm == "NVFP4":
-        return QuantizationScheme("modelopt", "modelopt-nvfp4", bits=4)
+        return QuantizationScheme("modelopt", "modelopt-nvfp4", bits=4, group=16)
     if algorithm not in ("FP8", "FP8_PB_WO", "FP8_PER_CHANNEL_PER_TOKEN"):
         return None
     return QuantizationScheme("modelopt", block=(128, 128) if algorithm == "FP8_PB_WO" else None)
@@ -92,7 +98,8 @@ def _read_awq(fields: Mapping[str, Any]) -> QuantizationScheme | None:
     bits = _bits(fields, "bits") or _bits(fields, "w_bit") or 4
     if bits != 4 or str(fields.get("version", "gemm")).lower() != "gemm":
         return None
-    return QuantizationScheme("awq", "awq", bits=4)
+    group = _group(fields, "group_size") or _group(fields, "q_group_size")
+    return QuantizationScheme("awq", "awq", bits=4, group=group)
 
 
 def _read_gptq(fields: Mapping[str, Any]) -> QuantizationScheme | None:
@@ -100,7 +107,8 @@ def _read_gptq(fields: Mapping[str, Any]) -> QuantizationScheme | None:
     version = fields.get("checkpoint_format") or fields.get("format") or "gptq"
     if bits not in (4, 8) or version not in ("gptq", "gptq_v2"):
         return None
-    return QuantizationScheme("gptq", "gptq", bits=bits, zeros_less=version == "gptq")
+    group = _group(fields, "group_size")
+    return QuantizationScheme("gptq", "gptq", bits=bits, zeros_less=version == "gptq", group=group)
 
 
 def _read_compressed(fields: Mapping[str, Any]) -> QuantizationScheme | None:
@@ -126,20 +134,29 @@ def _compressed_group(group: Any) -> QuantizationScheme | None:
     weights = group.get("weights") if isinstance(group, dict) else None
     if not isinstance(weights, dict):
         return None
-    kind, bits = weights.get("type"), _bits(weights, "num_bits")
+    kind, bits, group = weights.get("type"), _bits(weights, "num_bits"), _group(weights, "group_size")
     if kind == "float" and bits == 8:
         by_block = weights.get("strategy") == "block"
         return QuantizationScheme(
             "compressed-tensors", block=_block(weights.get("block_structure")) if by_block else None
         )
     if kind == "float" and bits == 4:
-        name = {32: "mxfp4", 16: "nvfp4"}.get(_bits(weights, "group_size"))
-        return None if name is None else QuantizationScheme("compressed-tensors", name, bits=4)  # type: ignore[arg-type]
-    return QuantizationScheme("compressed-tensors", "packed", bits=bits) if kind == "int" and bits in (4, 8) else None
+        name = {32: "mxfp4", 16: "nvfp4"}.get(group)
+        if name is None:
+            return None
+        return QuantizationScheme("compressed-tensors", name, bits=4, group=group)  # type: ignore[arg-type]
+    if kind != "int" or bits not in (4, 8):
+        return None
+    return QuantizationScheme("compressed-tensors", "packed", bits=bits, group=group)
 
 
 def _read_mxfp4(_fields: Mapping[str, Any]) -> QuantizationScheme:
-    return QuantizationScheme("mxfp4", "mxfp4-experts", bits=4)
+    return QuantizationScheme("mxfp4", "mxfp4-experts", bits=4, group=32)
+
+
+def _group(fields: Mapping[str, Any], name: str) -> int:
+    """0 for all inputs, which is also written as -1."""
+    return max(0, _bits(fields, name))
 
 
 def _bits(fields: Mapping[str, Any], name: str) -> int:

@@ -70,17 +70,20 @@ class CodedMatrix(ABC):
         if self.bits not in _SIZES or not self.groups or self.shape[1] % self.groups:
             raise self._unfit(f"{self.bits} bits and {self.groups} groups of {self.shape[1]} inputs")
 
-    @property
-    def form(self) -> Form:
-        """How its codes are packed for a CPU."""
+    def form(self, codes: Codes) -> Form:
+        """How a part of its codes is packed for a CPU."""
         if self.kind is Kind.E2M1:
             return Form.E2M1
-        return Form.CODES4 if self.bits == 4 and self.group % 8 == 0 else Form.CODES8
+        return Form.CODES4 if self.bits == 4 and codes.group % 8 == 0 else Form.CODES8
 
     @property
     def group(self) -> int:
         """Inputs with one scale."""
         return self.shape[1] // self.groups
+
+    def has_whole_groups(self, inputs: Span) -> bool:
+        """Whether each group has all of its inputs or none among these; of one group any are a group."""
+        return self.groups == 1 or not any(edge % self.group for edge in inputs)
 
     def order(self) -> Tensor | None:
         """The inputs [in] in the order of their groups; None where that is their own order."""
@@ -100,7 +103,7 @@ class CodedMatrix(ABC):
 
     def codes(self, outputs: Span, inputs: Span, order: Tensor | None) -> Codes:
         """Some outputs, and inputs of whole groups; in `order` all inputs. Outputs beyond whole words are left out."""
-        groups = inputs[0] // self.group, inputs[1] // self.group
+        groups = (0, 1) if self.groups == 1 else (inputs[0] // self.group, inputs[1] // self.group)
         codes, scale = self._codes(outputs, inputs), self._scale(outputs, groups)
         if not bool(scale.isfinite().all()):
             raise ModelLoadError(f"The scales of {self._owner!r} are not finite: the checkpoint is damaged.")

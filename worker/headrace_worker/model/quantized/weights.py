@@ -96,10 +96,11 @@ class QuantizedWeights:
         outputs, inputs = (spans_of(cuts, dim, size) for dim, size in enumerate(matrix.shape))
         order = matrix.order()
         whole = inputs == ((0, matrix.shape[1]),)
-        if len(inputs) > 1 or any(edge % matrix.group for edge in inputs[0]) or (order is not None and not whole):
+        if len(inputs) > 1 or not matrix.has_whole_groups(inputs[0]) or (order is not None and not whole):
             return None
         parts = [matrix.codes(span, inputs[0], order) for span in outputs]
-        return PackableMatrix(parts[0] if len(parts) == 1 else concatenate(parts), matrix.form, order)
+        codes = parts[0] if len(parts) == 1 else concatenate(parts)
+        return PackableMatrix(codes, matrix.form(codes), order)
 
     def _values(self, matrix: CodedMatrix, cuts: Cuts) -> Tensor:
         """Any part of a matrix of codes."""

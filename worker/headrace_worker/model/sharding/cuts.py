@@ -45,6 +45,17 @@ def even(size: int, rank: int, ranks: int, what: str) -> Span:
     return rank * share, (rank + 1) * share
 
 
+def in_units(size: int, rank: int, ranks: int, unit: int, what: str) -> Span:
+    """The rank's share in whole units, of which the first ranks may have one more: sums over ranks allow that. An equal
+    share if the unit is one, or there are too few. Raises ModelUnsupportedError as `even` does.
+    """
+    if unit == 1 or size % unit or size // unit < ranks:
+        return even(size, rank, ranks, what)
+    share, more = divmod(size // unit, ranks)
+    start = rank * share + min(rank, more)
+    return start * unit, (start + share + (rank < more)) * unit
+
+
 def ceiling(size: int, rank: int, ranks: int) -> Span:
     """The rank's share of a dimension whose last shares may be smaller (vocabularies)."""
     share = -(-size // ranks)

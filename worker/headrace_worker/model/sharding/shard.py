@@ -20,7 +20,17 @@ from headrace_worker.comm.parallel_context import ParallelContext
 from headrace_worker.core.transfer.shards import Span
 from headrace_worker.model.packable import is_experts
 from headrace_worker.model.sharding import strings
-from headrace_worker.model.sharding.cuts import Cut, Cuts, ceiling, cut_shape, even, kv_heads, query_heads, scaled
+from headrace_worker.model.sharding.cuts import (
+    Cut,
+    Cuts,
+    ceiling,
+    cut_shape,
+    even,
+    in_units,
+    kv_heads,
+    query_heads,
+    scaled,
+)
 from headrace_worker.model.sharding.modules import Reduced, ShardedExperts, SharedNorm, VocabEmbedding, VocabHead
 from headrace_worker.model.sharding.places import kv_shapes
 from headrace_worker.model.sharding.recurrent import is_recurrent, recurrent_rule, section_spans
@@ -48,23 +58,26 @@ class Sharding:
         self._links.clear()
 
 
-def shard(model: PreTrainedModel, parallel: ParallelContext, device: torch.device) -> Sharding:
-    """Shard a model on meta in place. Raises ModelUnsupportedError with the reason when it cannot be sharded so."""
+def shard(model: PreTrainedModel, parallel: ParallelContext, device: torch.device, unit: int = 1) -> Sharding:
+    """Shard a model on meta in place. Raises ModelUnsupportedError with the reason when it cannot be sharded so.
+
+    unit: of the inner dimensions of MLPs and experts, inputs that have one scale in the checkpoint.
+    """
     sharding = Sharding({name: tuple(entry.shape) for name, entry in model.state_dict().items()})
     replace_other_stages(model, parallel, device)
     has_experts = any(is_experts(module) for module in model.modules())
     if parallel.ep and not has_experts:
         raise ModelUnsupportedError(f"{model.config.model_type} has no routed experts: serve it without --ep.")
     if parallel.tp.size > 1:
-        _Cutter(model, parallel, sharding).run()
+        _Cutter(model, parallel, sharding, unit).run()
     return sharding
 
 
 class _Cutter:
     """One pass over the modules of a model."""
 
-    def __init__(self, model: PreTrainedModel, parallel: ParallelContext, sharding: Sharding) -> None:
-        self._model, self._sharding = model, sharding
+    def __init__(self, model: PreTrainedModel, parallel: ParallelContext, sharding: Sharding, unit: int) -> None:
+        self._model, self._sharding, self._unit = model, sharding, unit
         self._parallel, self._tp = parallel, parallel.tp
         self._rank, self._ranks = parallel.tp.rank, parallel.tp.size
         config: Any = model.config
@@ -176,20 +189,29 @@ class _Cutter:
             return tuple(scaled(span, head, offset) for span, offset in sections)
         if kind == strings.PACKED_PAIR:
             half = size // 2
-            span = even(half, self._rank, self._ranks, "inner dimensions of an MLP")
+            span = self._share(half, "inner dimensions of an MLP")
             return span, scaled(span, 1, half)
         if leaf in ("k_proj", "v_proj"):
             return (scaled(self._kv(name), size // kv),)
         if leaf == "q_proj" or kind == strings.PER_HEAD:
             return (scaled(self._heads(name), size // heads),)
-        return (even(size, self._rank, self._ranks, f"outputs of {leaf}"),)
+        if self._is_in_attention(name):
+            return (even(size, self._rank, self._ranks, f"outputs of {leaf}"),)
+        return (self._share(size, f"outputs of {leaf}"),)
 
     def _inputs(self, name: str, linear: nn.Linear) -> Span:
         leaf, size = name.rpartition(".")[2], linear.in_features
-        parent = name.rpartition(".")[0]
-        if _is_attention(parent, self._model.get_submodule(parent)):
+        if self._is_in_attention(name):
             return scaled(self._heads(name), size // self._counts(name)[0])
-        return even(size, self._rank, self._ranks, f"inputs of {leaf}")
+        return self._share(size, f"inputs of {leaf}")
+
+    def _is_in_attention(self, name: str) -> bool:
+        parent = name.rpartition(".")[0]
+        return _is_attention(parent, self._model.get_submodule(parent))
+
+    def _share(self, size: int, what: str) -> Span:
+        """Of an inner dimension, of which a sum over ranks is made."""
+        return in_units(size, self._rank, self._ranks, self._unit, what)
 
     def _cut_experts(self, name: str, module: Any, kind: str) -> None:
         """Experts [E, ...]: some of them whole, or a part of the inner dimension of each."""
@@ -208,7 +230,7 @@ class _Cutter:
             )
         outer, inner = (2, 1) if module.is_transposed else (1, 2)  # dimensions of up's outputs and down's inputs
         size = int(module.down_proj.shape[inner])
-        share = even(size, self._rank, self._ranks, "inner dimensions of an expert")
+        share = self._share(size, "inner dimensions of an expert")
         up = "gate_up_proj" if module.has_gate else "up_proj"
         spans: tuple[Span, ...] = (share,)
         if module.has_gate:
@@ -227,7 +249,7 @@ class _Cutter:
     def _cut_batched(self, name: str, module: Any) -> None:
         """Experts as batches of matrices [E, N, 2 * I] and [E, I, N]: a part of the inner dimension of each."""
         size = int(module.expert_dim)
-        share = even(size, self._rank, self._ranks, "inner dimensions of an expert")
+        share = self._share(size, "inner dimensions of an expert")
         self._cut(name, module, "gate_up_proj", Cut(2, (share, scaled(share, 1, size))))
         self._cut(name, module, "down_proj", Cut(1, (share,)))
         module.expert_dim = share[1] - share[0]
