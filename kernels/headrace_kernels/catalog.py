@@ -13,6 +13,7 @@ from headrace_kernels.gpu import availability
 from headrace_kernels.meta import AttentionMeta, DrawOptions, HeadNorms, StateMeta
 from headrace_kernels.packed import PackedWeight
 from headrace_kernels.registry import Backend, Op
+from headrace_kernels.rounded import Rounded, ScaledWeight
 
 
 class AttentionRun(Protocol):
@@ -118,6 +119,14 @@ ROW_LOGSUMEXP: Op[Callable[[Tensor], Tensor]] = _op("softmax", "row_logsumexp")
 PACKED_ROWS: Op[Callable[[PackedWeight, Tensor], Tensor]] = _op("packed", "packed_rows", fast=("cpu",))
 PACKED_MATMUL: Op[Callable[[Tensor, PackedWeight, Tensor | None, bool], Tensor]] = _op(
     "packed", "packed_matmul", fast=("cpu",)
+)
+ROUND_ROWS: Op[Callable[[Tensor, bool], Rounded]] = _op("rounded", "round_rows", fast=("triton",))
+ROUNDED_RMS_NORM: Op[Callable[[Tensor, Tensor | None, Tensor, float, bool], tuple[Rounded, Tensor]]] = _op(
+    "rounded", "rounded_rms_norm", fast=("triton",)
+)
+ROUNDED_SILU_MUL: Op[Callable[[Tensor, bool], Rounded]] = _op("rounded", "rounded_silu_mul", fast=("triton",))
+SCALED_MATMUL: Op[Callable[[Rounded, ScaledWeight, Tensor | None, torch.dtype], Tensor]] = _op(
+    "rounded", "scaled_matmul", fast=("triton",)
 )
 CAUSAL_CONV: Op[Callable[[Tensor, Tensor, Tensor, StateMeta, Tensor | None, bool], Tensor]] = _op(
     "recurrent", "causal_conv"

@@ -9,15 +9,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from headrace_kernels import catalog
+from headrace_kernels import catalog, ops
 from headrace_kernels.invariant import InvariantLinear
 from headrace_kernels.meta import AttentionMeta
+from headrace_kernels.rounded import GROUP, products_of, scaled_weight
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK, HIDDEN, INNER, VOCAB = 32, 8, 128, 16, 4096, 14336, 128256
 _BEYOND_L2 = 256 << 20
@@ -117,6 +119,9 @@ class GpuBenchmark:
             yield Timing(f"rms_norm rows {count}", "library", took, 2 * x.nbytes)
             yield from self._op(count, "add_rms_norm", 4 * x.nbytes, x, x, weight, 1e-5)
             yield from self._op(count, "silu_mul", gate_up.nbytes * 3 // 2, gate_up)
+            for groups in (False, True):
+                yield from self._op(count, "rounded_rms_norm", 4 * x.nbytes, x, x, weight, 1e-5, groups)
+                yield from self._op(count, "rounded_silu_mul", gate_up.nbytes * 5 // 4, gate_up, groups)
             yield from self._op(count, "rope_write_kv", 2 * heads.nbytes, query, key, value, cos, cos, pool, slots)
         for count in (2,) if self._small else (1, 32, 256):
             scores = torch.randn(count, VOCAB, device=self._device) * 3
@@ -139,6 +144,25 @@ class GpuBenchmark:
                 yield Timing(
                     case, "deterministic", self._layers([partial(layer, x) for layer in invariant]), moved, flop
                 )
+
+    def products_of_8_bits(self) -> Iterator[Timing]:
+        """The linear layers of a step in e4m3, rounded inputs given, where the device has such products."""
+        supported = products_of(torch.device(self._device))
+        sizes = {"qkv": (256, 256)} if self._small else {"gate and up": (2 * INNER, HIDDEN), "down": (HIDDEN, INNER)}
+        for (name, (out, size)), blocks in product(sizes.items(), (False, True)):
+            if not (self._small or (supported.blocks if blocks else supported.outputs)):
+                continue
+            scale = torch.rand(out // GROUP, size // GROUP if blocks else 1, device=self._device) / size
+            weights = []
+            for _ in range(self._copies(out * size)):
+                codes = self._random(out, size).to(torch.float8_e4m3fn).view(torch.uint8)
+                weights.append(scaled_weight(codes, scale.repeat_interleave(GROUP, 0)))
+            for count in (2,) if self._small else (1, 8, 32, 64, 256, 2048):
+                x = ops.round_rows(self._random(count, size), blocks)
+                runs = [partial(ops.scaled_matmul, x, w, None, self._dtype) for w in weights if w is not None]
+                moved = out * size + x.codes.nbytes + count * out * self._dtype.itemsize
+                case = f"{name} rows {count}, e4m3 {'in blocks' if blocks else 'by output'}"
+                yield Timing(case, "library", self._layers(runs), moved, 2 * count * out * size)
 
     def seconds(self, run: Callable[..., object], *arguments: Any) -> float:
         """Of one call, on the device alone."""

@@ -10,6 +10,7 @@ from headrace_kernels import catalog, kv_format
 from headrace_kernels.arguments import KernelArgumentError
 from headrace_kernels.meta import AttentionMeta, DrawOptions, HeadNorms, StateMeta
 from headrace_kernels.packed import PackedWeight
+from headrace_kernels.rounded import GROUP, Rounded, ScaledWeight
 
 
 def write_kv(key: Tensor, value: Tensor, pool: Tensor, slots: Tensor, kv_scale: Tensor | None = None) -> None:
@@ -244,6 +245,38 @@ def packed_matmul(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, b
 def packed_rows(weight: PackedWeight, index: Tensor) -> Tensor:
     """The rows of the weight with these numbers, such as embeddings: index [...] int64 -> [..., in] float32."""
     return catalog.PACKED_ROWS.best(weight.data)(weight, index)
+
+
+def round_rows(x: Tensor, groups: bool) -> Rounded:
+    """x [..., N] rounded to e4m3, with a scale for each 128 of N, or for all of it. Raises KernelArgumentError."""
+    _check_groups("round_rows", x.shape[-1], groups)
+    return catalog.ROUND_ROWS.best(x)(x, groups)
+
+
+def rounded_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, groups: bool
+) -> tuple[Rounded, Tensor]:
+    """(round_rows(rms_norm(x + residual)), x + residual); without a residual it is zero. Raises KernelArgumentError."""
+    _check_groups("rounded_rms_norm", x.shape[-1], groups)
+    return catalog.ROUNDED_RMS_NORM.best(x)(x, residual, weight, eps, groups)
+
+
+def rounded_silu_mul(gate_up: Tensor, groups: bool) -> Rounded:
+    """round_rows(silu_mul(gate_up)). Raises KernelArgumentError."""
+    _check_groups("rounded_silu_mul", gate_up.shape[-1] // 2, groups)
+    return catalog.ROUNDED_SILU_MUL.best(gate_up)(gate_up, groups)
+
+
+def scaled_matmul(x: Rounded, weight: ScaledWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """``x @ weight.T + bias`` of rounded rows [..., in], bias [out] or None -> [..., out] in ``dtype``; sums are in
+    float32. On GPUs of compute capability 8.9 and more; weights in blocks on 9.0 alone.
+    """
+    return catalog.SCALED_MATMUL.best(x.codes)(x, weight, bias, dtype)
+
+
+def _check_groups(name: str, size: int, groups: bool) -> None:
+    if groups and size % GROUP:
+        raise KernelArgumentError(f"{name}: rows of {size} entries are no whole groups of {GROUP}")
 
 
 def draw(logits: Tensor, rows: Tensor, positions: Tensor, options: DrawOptions) -> tuple[Tensor, Tensor]:

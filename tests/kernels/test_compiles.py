@@ -24,7 +24,7 @@ SHARED_MEMORY = 227 << 10  # bytes that a program may have on sm_90
 KERNELS = {
     "attend", "plan", "attend_ordered", "merge_ordered", "rms_norm", "silu_mul", "write_kv", "rope_write_kv",
     "row_logsumexp", "rope_angles", "draw_pieces", "decide", "causal_conv", "delta_rule", "ssd", "selective_scan",
-    "gated_rms_norm", "write_part",
+    "gated_rms_norm", "write_part", "round_rows", "rounded_rms_norm", "rounded_silu_mul",
 }  # fmt: skip
 
 

@@ -8,18 +8,21 @@ The engine is gone before a reference is loaded; its logits stay: 4 bytes for ea
 """
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from dataclasses import replace as replaced
+from functools import partial
 from math import inf
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+import headrace_kernels.ops as ops
 from headrace_proto.errors import ModelUnsupportedError
 from headrace_worker.assembly.assemble import Assembly, assemble
 from headrace_worker.core.config import ReplicaConfig
@@ -45,6 +48,7 @@ class Bound(NamedTuple):
 
 EXACT = Bound(1e-6, 0.999)  # float32
 ROUNDED = Bound(1e-3, 0.985)  # inputs in bfloat16
+EIGHT_BITS = Bound(1e-3, 0.98)  # inputs of both rounded to 8 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +90,17 @@ def check(
     assembly = assemble(config, report)
     loaded = assembly.model
     execution = f"{loaded.device.torch_device.type} in {loaded.dtype_name}"
-    bound = EXACT if loaded.dtype is torch.float32 and config.cpu_arithmetic == "exact" else ROUNDED
+    rounded = loaded.rounded
+    exact = loaded.dtype is torch.float32 and config.cpu_arithmetic == "exact"
+    bound = EIGHT_BITS if rounded else EXACT if exact else ROUNDED
+    execution += ", inputs in 8 bits" if rounded else ""
     encoded = Tokenizer.from_str(loaded.facts.tokenizer_json.decode()).encode(text).ids
     sequences = windows(encoded, tokens, assembly.max_model_len - 1)
     logits = served(assembly, sequences, report)
     del assembly, loaded
     gc.collect()  # an engine is part of cycles, and its cache may have most of a GPU's memory
     plain = dense(config, report)
-    found = compare(logits, plain, sequences, report)
+    found = compare(logits, plain, sequences, report, rounded)
     if original is None:
         return Report(execution, bound, found)
     other = dense(replaced(config, source=original, revision=None), report)
@@ -153,15 +160,23 @@ def dense(config: ReplicaConfig, report: Progress = ignore_progress) -> LoadedMo
 
 @torch.inference_mode()
 def compare(
-    logits: Tensor, model: LoadedModel, sequences: Sequence[Sequence[int]], report: Progress = ignore_progress
+    logits: Tensor,
+    model: LoadedModel,
+    sequences: Sequence[Sequence[int]],
+    report: Progress = ignore_progress,
+    rounded: Mapping[str, bool] = MappingProxyType({}),
 ) -> Accuracy:
-    """logits: see `served`. model: see `dense`. Raises ModelUnsupportedError for another vocabulary."""
+    """logits: see `served`. model: see `dense`. rounded: its linears whose inputs are rounded to 8 bits, see
+    `LoadedModel`. Raises ModelUnsupportedError for another vocabulary.
+    """
     if model.vocab_size != logits.shape[1]:
         raise ModelUnsupportedError(
             f"The reference has {model.vocab_size:,} tokens, the model {logits.shape[1]:,}: give one with the same "
             "tokenizer."
         )
     plain = plain_model(model, model.dtype)
+    for name, groups in rounded.items():
+        plain.get_submodule(name).register_forward_pre_hook(partial(_round_inputs, groups=groups))
     divergences: list[Tensor] = []
     same, likelihood = 0, 0.0
     counts = [len(sequence) - 1 for sequence in sequences]
@@ -178,6 +193,10 @@ def compare(
             likelihood += float((ours - theirs).gather(1, following).sum())
     every, count = torch.cat(divergences).clamp(min=0), sum(counts)
     return Accuracy(count, float(every.mean()), float(every.quantile(0.99)), same / count, likelihood / count)
+
+
+def _round_inputs(_module: nn.Module, inputs: tuple[Tensor, ...], groups: bool) -> tuple[Tensor, ...]:
+    return (ops.round_rows(inputs[0], groups).float().to(inputs[0].dtype), *inputs[1:])
 
 
 def matrix_distances(model: LoadedModel, original: LoadedModel) -> list[tuple[str, float]]:

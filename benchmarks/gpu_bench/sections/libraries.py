@@ -13,7 +13,7 @@ def run(run: SectionRun) -> Iterator[Figure]:
 
     cases = GpuBenchmark(run.device, run.small)
     with torch.inference_mode():
-        for part in (cases.decode, cases.prefill, cases.products, cases.rows):
+        for part in (cases.decode, cases.prefill, cases.products, cases.products_of_8_bits, cases.rows):
             for timing in part():
                 yield Figure(
                     f"{timing.case}, {timing.backend}",

@@ -15,7 +15,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from headrace_kernels import AttentionMeta, DrawOptions
-from headrace_kernels.gpu import attention, cache, draw, elementwise, recurrent, scans, softmax
+from headrace_kernels.gpu import attention, cache, draw, elementwise, recurrent, rounded, scans, softmax
 from headrace_kernels.gpu.availability import EARLY_SWITCH, launches_early
 from headrace_kernels.meta import HeadNorms, StateMeta
 
@@ -176,6 +176,10 @@ def _rest(dtype: torch.dtype) -> None:
     elementwise.add_rms_norm(x, x, weight, 1e-5)
     elementwise.silu_mul(x)
     elementwise.rope_angles(slots, torch.zeros(64), 1.0, dtype)
+    for groups in (False, True):
+        rounded.round_rows(x, groups)
+        rounded.rounded_rms_norm(x, x, weight, 1e-5, groups)
+        rounded.rounded_silu_mul(torch.zeros(TOKENS, 2 * 14336, dtype=dtype), groups)
     for pool_dtype in (dtype, torch.float8_e4m3fn):
         scale = torch.zeros(2, 4, KV_HEADS, SIZE) if pool_dtype.itemsize == 1 else None
         pool = torch.zeros(2, 4, KV_HEADS, SIZE, 128).to(pool_dtype)

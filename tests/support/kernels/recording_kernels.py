@@ -13,16 +13,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from headrace_kernels import catalog
-from headrace_kernels.gpu import attention, cache, draw, elementwise, recurrent, scans, softmax
+from headrace_kernels.gpu import attention, cache, draw, elementwise, recurrent, rounded, scans, softmax
 from headrace_kernels.gpu.kernels import attend as attend_kernels
 from headrace_kernels.gpu.kernels import cache as cache_kernels
 from headrace_kernels.gpu.kernels import draw as draw_kernels
 from headrace_kernels.gpu.kernels import elementwise as elementwise_kernels
 from headrace_kernels.gpu.kernels import plan as plan_kernels
 from headrace_kernels.gpu.kernels import recurrent as recurrent_kernels
+from headrace_kernels.gpu.kernels import rounded as rounded_kernels
 from headrace_kernels.gpu.kernels import softmax as softmax_kernels
 
-LAUNCHERS = (attention, cache, draw, elementwise, recurrent, scans, softmax)
+LAUNCHERS = (attention, cache, draw, elementwise, recurrent, rounded, scans, softmax)
 KERNELS = {
     attend_kernels: ["attend"],
     plan_kernels: ["plan"],
@@ -30,6 +31,7 @@ KERNELS = {
     elementwise_kernels: ["rms_norm", "silu_mul", "rope_angles"],
     draw_kernels: ["draw_pieces", "decide"],
     recurrent_kernels: ["causal_conv", "delta_rule", "ssd", "selective_scan", "gated_rms_norm"],
+    rounded_kernels: ["round_rows", "rounded_rms_norm", "rounded_silu_mul"],
     softmax_kernels: ["row_logsumexp"],
 }
 

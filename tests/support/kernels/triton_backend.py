@@ -80,13 +80,16 @@ class _OnGpu:
         result = self._run(*map(to_gpu, arguments), **{name: to_gpu(x) for name, x in options.items()})
         for storage, copy in storages.values():
             storage.copy_(copy)
-        return (
-            tuple(x.cpu() for x in result)
-            if isinstance(result, tuple)
-            else result.cpu()
-            if result is not None
-            else None
-        )
+        return _to_cpu(result)
+
+
+def _to_cpu(x: Any) -> Any:
+    """A tensor, or results that have some."""
+    if isinstance(x, tuple) and type(x) is tuple:
+        return tuple(map(_to_cpu, x))
+    if dataclasses.is_dataclass(x) and not isinstance(x, type):
+        return type(x)(*(_to_cpu(getattr(x, entry.name)) for entry in dataclasses.fields(x)))
+    return x.cpu() if isinstance(x, Tensor) else x
 
 
 def run_triton_here() -> None:

@@ -10,16 +10,20 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace_kernels import AttentionMeta
+from headrace_kernels.rounded import Products
 from headrace_worker.model.attention import LayerCache, StepContext, step_context
 from headrace_worker.model.load import load
 from headrace_worker.model.surgery import SurgeryPlan
 from headrace_worker.model.surgery.layers import FusedLayer, JoinedLayers
-from support.worker.tiny_models import replica_config
+from support.ranks.families import tiny_options
+from support.worker.quantized import save_quantized
+from support.worker.tiny_models import replica_config, save_random
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
 
 from support.kernels.recording_kernels import recorded_kernels
 
+HAS_PRODUCTS = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU")
 _FREE = ("empty", "_unsafe_view", "detach", "promote_types")  # of torch's operations, beside views
 
 
@@ -42,9 +46,23 @@ class _Launches(TorchDispatchMode):
 @pytest.mark.parametrize("family", ["llama-16", "qwen3"])
 def test_nine_kernels_for_a_layer(family: str, half: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Two norms with additions, four products, rotation with the store, attention, activation."""
+    added = _kernels_of_two_layers(half(family), SurgeryPlan(linears=False, native=False), monkeypatch)
+    assert added.total() == 2 * 9, added
+
+
+@pytest.mark.skipif(not HAS_PRODUCTS, reason="this version of torch has no products of 8-bit numbers on CPUs")
+def test_ten_kernels_for_a_layer_of_8_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What attention returns is rounded alone; all else by the norms and the activation."""
+    save_quantized(save_random(tiny_options("llama") | {"hidden_size": 64}, tmp_path / "made"), tmp_path, "fp8-tensor")
+    plan = SurgeryPlan(linears=False, native=False, products=Products(outputs=True, blocks=True))
+    added = _kernels_of_two_layers(tmp_path / "quantized", plan, monkeypatch)
+    assert added.total() == 2 * 10 and added["round_rows"] == 2 and added["aten._scaled_mm_v2.default"] == 8, added
+
+
+def _kernels_of_two_layers(folder: Path, plan: SurgeryPlan, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often each is launched by two layers of three."""
     counts: Counter[str] = Counter()
-    plan = SurgeryPlan(linears=False, native=False)
-    model = load(replica_config(half(family), dtype="bfloat16"), plan=plan)
+    model = load(replica_config(folder, dtype="bfloat16"), plan=plan)
     assert "Layers: 3 joined." in model.notes
     recorded_kernels(monkeypatch, lambda variant: counts.update([str(variant[0])]))
     (joined,) = [module for module in model.module.modules() if isinstance(module, JoinedLayers)]
@@ -66,6 +84,5 @@ def test_nine_kernels_for_a_layer(family: str, half: Callable[[str], Path], monk
         return counts.copy()
 
     one, three = launches(1), launches(3)
-    added = three - one
-    assert added.total() == 2 * 9, added
     assert one["plan"] == three["plan"] == 1, "made once for all layers"
+    return three - one

@@ -8,8 +8,12 @@ from typing import Any
 import pytest
 
 from headrace_kernels.packed import Form
+from headrace_kernels.rounded import Products
 from headrace_worker.model.packable import PackedLinear
+from headrace_worker.model.surgery import SurgeryPlan
+from headrace_worker.model.surgery.scaled import ScaledLinear
 from support.ranks.workloads import prompts
+from support.worker import quantized
 from support.worker.quantized import FORMATS, GROUPS_OF_32, INTEGER_FORMATS, save_quantized
 
 
@@ -89,3 +93,23 @@ def test_shares_of_whole_groups(
         downs = [part.packed for name, part in linears.items() if re.search(r"\bmlp\b.*\b(?:down_proj|w2)\b", name)]
         assert downs and {down.inputs for down in downs} == {share}
         assert all(down.form >= Form.CODES8 for down in downs)
+
+
+def test_tokens_of_rounded_inputs(
+    save_tiny: Callable[..., Path],
+    sharded: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on GPUs that multiply 8-bit numbers: ranks with whole blocks have the scales of one rank."""
+    monkeypatch.setattr(quantized, "BLOCK", (128, 128))
+    monkeypatch.setitem(FORMATS["fp8-block"], "weight_block_size", [128, 128])
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4}
+    save_quantized(save_tiny("llama", **sizes), tmp_path, "fp8-block")
+    plan = SurgeryPlan(products=Products(outputs=True, blocks=True))
+    mixed = prompts(5)
+    one, ranks = (sharded(tmp_path / "quantized", count, plan=plan) for count in (1, 2))
+    linears = [part for part in ranks.models[0][-1].module.modules() if isinstance(part, ScaledLinear)]
+    assert len(linears) == 3 * 4 and linears[-1].scaled.codes.shape == (256, 256)
+    found, expected = ([done.token_ids for done in each.run(mixed, 6)] for each in (ranks, one))
+    assert found == expected

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from headrace_kernels import find_slow_backends
 from headrace_kernels.cpu import library
+from headrace_kernels.rounded import NO_PRODUCTS, products_of
 from headrace_proto.errors import ModelUnsupportedError
 from headrace_worker.comm.parallel_context import SINGLE, ParallelContext
 from headrace_worker.core.config import ReplicaConfig
@@ -49,6 +50,7 @@ class LoadedModel:
     read_bytes: int  # of the checkpoint's files
     notes: list[str]
     warnings: list[str]  # what makes it slower, or wrong, for a reason that the user can change; notes of its facts
+    rounded: dict[str, bool]  # linears whose inputs are rounded to 8 bits: in groups, or by token
     deterministic: bool = False  # a row's result depends on that row alone, bit for bit
 
     @property
@@ -58,6 +60,11 @@ class LoadedModel:
     @property
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def arithmetic(self) -> str:
+        """Models with another one compute other keys and values of the same tokens."""
+        return f"{self.dtype_name}/w8a8" if self.rounded else self.dtype_name
 
 
 def load(
@@ -110,7 +117,8 @@ def load(
         names = TextNames(hf_config, model) if hf_config is not text and source.weights else None
         weights = open_weights(source, model, sharding, gguf, names, scheme)
         bf16 = config.cpu_arithmetic == "bf16"
-        plan = plan or surgery.SurgeryPlan(deterministic=config.deterministic, bf16=bf16)
+        products = NO_PRODUCTS if config.deterministic else products_of(place)
+        plan = plan or surgery.SurgeryPlan(deterministic=config.deterministic, bf16=bf16, products=products)
         packed = stays_packed(plan, place, dtype)
         if bf16 and not packed:
             why = library.missing() or f"this replica runs in {dtype} on {place.type}".replace("torch.", "")
@@ -118,11 +126,12 @@ def load(
                 f"--cpu-arithmetic bf16 is for CPUs, --dtype float32 and the C++ kernels, but {why}: leave it out."
             )
         kept = None if not packed else torch.bfloat16 if bf16 else torch.float32
-        weight_bytes = fill(model, weights, sharding, place, dtype, report, packed=kept)
+        weight_bytes = fill(model, weights, sharding, place, dtype, report, packed=kept, products=plan.products)
         if isinstance(weights, GgufWeights) and (factors := weights.rope_factors()) is not None:
             buffers.scale_rotary(model, factors)
         check_filled(model)
         notes = surgery.apply(model, plan)
+        rounded = surgery.rounded_linears(model)
         check_filled(model)
         sharding.connect(model)
         if plan.joined:
@@ -133,6 +142,11 @@ def load(
     if place.type != "cpu" and getattr(text, "index_topk", None):
         warnings.append(
             "The indexer of this model is computed by torch on GPUs so far, and its steps are not recorded: it is slow."
+        )
+    if scheme is not None and place.type != "cpu" and not rounded:
+        warnings.append(
+            f"Matrices quantized by {scheme.method} are dequantized to {dtype} on this GPU, and take as much memory as "
+            "unquantized ones.".replace("torch.", "")
         )
     if bf16 and not library.has_bfloat16_products():
         warnings.append("This CPU has no products of bfloat16 (AVX512_BF16): --cpu-arithmetic exact is faster here.")
@@ -162,6 +176,7 @@ def load(
         read_bytes=weights.read_bytes,
         notes=notes,
         warnings=warnings,
+        rounded=rounded,
         deterministic=config.deterministic,
     )
 

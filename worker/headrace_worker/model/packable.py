@@ -26,6 +26,9 @@ class PackableMatrix:
     order: [in], of the inputs that the columns of its codes belong to; None if they are in order.
     """
 
+    dtype = torch.float32  # of the module that computes with it
+    rounding: tuple[str, ...] = ()  # linears that it is of, if their inputs are rounded to 8 bits for its product
+
     def __init__(self, values: Codes | Tensor, form: Form, order: Tensor | None = None) -> None:
         self.shape = values.shape
         self.order = order
@@ -57,6 +60,14 @@ class PackableMatrix:
         else:
             values = self.values.float() if isinstance(self.values, Tensor) else self.values.dense()
         return values if self.order is None else values[:, self.order.argsort()]
+
+    @property
+    def device(self) -> torch.device:
+        """Of its values, and of what computes with them."""
+        values = self._values
+        if values is None:
+            return torch.device("cpu")
+        return (values if isinstance(values, Tensor) else values.scale).device
 
     def packed(self) -> PackedWeight:
         """Packs it, if that was not done."""
@@ -96,7 +107,7 @@ class PackableLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
-        return functional.linear(x, self.matrix.dense(), self.bias)
+        return functional.linear(x, self.matrix.dense().to(x.dtype), self.bias)
 
 
 class PackedLinear(nn.Module):
@@ -160,6 +171,14 @@ def merge_packable(parts: Sequence[PackableMatrix]) -> PackableMatrix:
 
     Codes beside other values become float32, and so do codes of several kinds, or with columns in several orders.
     """
+    merged = _merged(parts)
+    merged.dtype = parts[0].dtype
+    if all(part.rounding for part in parts):
+        merged.rounding = tuple(name for part in parts for name in part.rounding)
+    return merged
+
+
+def _merged(parts: Sequence[PackableMatrix]) -> PackableMatrix:
     values = [part.values for part in parts]
     form = max((part.form for part in parts), key=lambda form: form.bits)
     codes = [value for value in values if isinstance(value, Codes)]
@@ -227,7 +246,9 @@ def put_packable(model: nn.Module, name: str, matrix: PackableMatrix | PackableE
 
 def _no_values(matrix: PackableMatrix | PackableExperts) -> nn.Parameter:
     """Of the right shape, NaN, so that nothing can use it by mistake."""
-    return nn.Parameter(torch.full((1,) * len(matrix.shape), torch.nan).expand(matrix.shape), requires_grad=False)
+    first = matrix.matrices[0] if isinstance(matrix, PackableExperts) else matrix
+    one = torch.full((1,) * len(matrix.shape), torch.nan, dtype=first.dtype, device=first.device)
+    return nn.Parameter(one.expand(matrix.shape), requires_grad=False)
 
 
 def reads_weight(parent: nn.Module, child: str) -> bool:

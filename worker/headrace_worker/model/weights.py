@@ -10,7 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from headrace_kernels.packed import Codes, Form
+from headrace_kernels.packed import Codes, Form, Kind
+from headrace_kernels.rounded import NO_PRODUCTS, Products, scaled_weight
 from headrace_proto.errors import ModelLoadError
 from headrace_worker.core.progress import Progress
 from headrace_worker.core.transfer.shards import Span
@@ -146,12 +147,14 @@ def fill(
     report: Progress,
     *,
     packed: torch.dtype | None = None,
+    products: Products = NO_PRODUCTS,
 ) -> int:
     """Load every parameter and persistent buffer of a rank's model; return their size in bytes.
 
     Parts of other ranks are not read. Floating-point tensors are converted to `dtype`, except those that the model
     keeps in float32. Tied parameters stay one tensor. packed: of matrices of linears and embeddings codes stay
     codes, bfloat16 stays, others become this dtype, and codes of routed experts stay; None: all become `dtype`.
+    products: codes in e4m3 of linears for which the device has such a product stay, on the device.
     Raises ModelLoadError as `match` does.
     """
     sources, shared = match(model, weights, sharding)
@@ -165,6 +168,12 @@ def fill(
         strict = any(part in keep_float32 for part in name.split("."))
         stays = packed is not None and can_be_packed(model, name)
         matrix = weights.read_codes(stored, cuts)
+        if any(products) and isinstance(matrix, PackableMatrix) and can_be_packed(model, name):
+            on_device = _scaled(matrix, device, products) if type(_owner(model, name)) is nn.Linear else None
+            if on_device is not None:
+                matrix, stays = on_device, True
+                matrix.dtype = torch.float32 if strict else dtype
+                matrix.rounding = (name.rpartition(".")[0],)
         if matrix is not None and not stays:  # its values never exist on the host, unless that is the device
             tensor, matrix = _expand(matrix, device, torch.float32 if strict else dtype), None
         elif matrix is None:
@@ -197,6 +206,17 @@ def fill(
             _put(model, name, model.get_parameter(source))
     report("loading weights", 1.0)
     return placed
+
+
+def _scaled(matrix: PackableMatrix, device: torch.device, products: Products) -> PackableMatrix | None:
+    """The same codes on the device; None unless that has a product of 8-bit numbers for them."""
+    codes = matrix.values
+    if not isinstance(codes, Codes) or codes.kind is not Kind.E4M3:
+        return None
+    codes = codes.to(device)
+    weight = scaled_weight(codes.codes, codes.scale)
+    fits = weight is not None and (products.blocks if weight.in_blocks else products.outputs)
+    return PackableMatrix(codes, matrix.form) if fits else None
 
 
 def _expand(matrix: PackableMatrix | PackableExperts, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -281,6 +301,10 @@ def _match_names(model: nn.Module, stored: set[str], wanted: set[str], tied: dic
             "it belongs to another config, or is quantized in a way that is not supported."
         )
     return names
+
+
+def _owner(model: nn.Module, name: str) -> nn.Module:
+    return model.get_submodule(name.rpartition(".")[0])
 
 
 def _put(model: nn.Module, name: str, tensor: Tensor) -> None:

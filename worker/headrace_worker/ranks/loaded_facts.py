@@ -22,7 +22,7 @@ def loaded_facts(config: ReplicaConfig, model: LoadedModel) -> dict[str, str]:
     return packages | {
         "revision of the model": model.source.revision,
         "content of the model's files": model.source.digest,
-        "format of weights and cache": model.dtype_name,
+        "format of weights and cache": model.arithmetic,
         "layout": f"tp {config.tp}, pp {config.pp}, {'whole' if config.ep else 'divided'} experts, "
         f"blocks of {model.layout.block_size}",
         "deterministic computation": str(config.deterministic),

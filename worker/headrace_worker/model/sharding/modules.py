@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from headrace_kernels.rounded import Rounded
 from headrace_worker.comm.parallel_context import Communicator
 from headrace_worker.core.transfer.shards import Span
 from headrace_worker.model.attention import current_step
@@ -31,7 +32,7 @@ class Wrapper(nn.Module):
 class Reduced(Wrapper):
     """A module whose output is summed over all ranks: a linear with a part of the inputs."""
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
+    def forward(self, hidden_states: Tensor | Rounded) -> Tensor:
         """hidden_states [..., N / ranks] -> [..., M]."""
         return self._tp.all_reduce(self.inner(hidden_states))
 

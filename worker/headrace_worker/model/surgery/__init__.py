@@ -9,5 +9,6 @@ numbers on a small random input. Modules that are not recognised stay unchanged.
 
 from headrace_worker.model.surgery.joined import join_layers
 from headrace_worker.model.surgery.plan import SurgeryPlan, apply
+from headrace_worker.model.surgery.scaled import rounded_linears
 
-__all__ = ["SurgeryPlan", "apply", "join_layers"]
+__all__ = ["SurgeryPlan", "apply", "join_layers", "rounded_linears"]

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-import headrace_kernels.ops as ops
+from headrace_kernels.rounded import Rounded
 from headrace_worker.model.surgery.norms import FusedRmsNorm
 from headrace_worker.model.surgery.self_attention import FusedAttention
 from headrace_worker.model.surgery.verify import TOKENS, TinyStep, agrees, random_input
@@ -43,12 +43,12 @@ class FusedLayer(nn.Module):
         return residual + result
 
     def branches(
-        self, normed: Tensor, residual: Tensor, position_embeddings: tuple[Tensor, Tensor]
+        self, normed: Tensor | Rounded, residual: Tensor, position_embeddings: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
         """normed: of residual, both [1, T, N] -> (the result of the MLP, what it is to be added to)."""
         attended, _weights = self.self_attn(normed, position_embeddings)
         attended = self._branch(attended, self.attention_norm)
-        normed, residual = ops.add_rms_norm(attended, residual, self.second_norm.weight, self.second_norm.eps)
+        normed, residual = self.second_norm.add(attended, residual)
         return self._branch(self.mlp(normed), self.mlp_norm), residual
 
     def _branch(self, result: Tensor, norm: FusedRmsNorm | None) -> Tensor:
@@ -71,9 +71,9 @@ class JoinedLayers(nn.Module):
             assert isinstance(layer, FusedLayer)
             norm = layer.first_norm
             if result is None:
-                normed: Tensor = norm(residual)
+                normed: Tensor | Rounded = norm(residual)
             else:
-                normed, residual = ops.add_rms_norm(result, residual, norm.weight, norm.eps)
+                normed, residual = norm.add(result, residual)
             result, residual = layer.branches(normed, residual, position_embeddings)
         assert result is not None
         return residual + result

@@ -30,7 +30,12 @@ def merge_linears(parts: Sequence[nn.Module]) -> nn.Linear:
     packable = [part for part in linears if isinstance(part, PackableLinear)]
     if len(packable) == len(linears):
         return PackableLinear(merge_packable([part.matrix for part in packable]), _merged_bias(linears))
-    weight = torch.cat([part.matrix.dense() if isinstance(part, PackableLinear) else part.weight for part in linears])
+    weight = torch.cat(
+        [
+            part.matrix.dense().to(part.matrix.dtype) if isinstance(part, PackableLinear) else part.weight
+            for part in linears
+        ]
+    )
     return _linear(weight, _merged_bias(linears))
 
 

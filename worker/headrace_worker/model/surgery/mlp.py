@@ -3,12 +3,15 @@
 from torch import Tensor, nn
 
 import headrace_kernels.ops as ops
+from headrace_kernels.rounded import Rounded
 from headrace_worker.model.surgery.linears import is_plain, merge_linears
 from headrace_worker.model.surgery.verify import TOKENS, agrees, random_input
 
 
 class FusedMlp(nn.Module):
     """down(act(gate) · up), gate and up being the halves of one product; act is SiLU or GELU by the tangent."""
+
+    rounding: bool | None = None  # of the activation's result, as `FusedRmsNorm.rounding`
 
     def __init__(self, gate_up: nn.Module, down: nn.Module, gelu: bool, down_name: str = "down_proj") -> None:
         """down_name: of the submodule, as in the original: ranks wrap it by its name."""
@@ -18,10 +21,14 @@ class FusedMlp(nn.Module):
         self.down_name = down_name
         self.add_module(down_name, down)
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
+    def forward(self, hidden_states: Tensor | Rounded) -> Tensor:
         """hidden_states [..., N] -> [..., N]."""
-        activate = ops.gelu_mul if self.gelu else ops.silu_mul
-        out: Tensor = self.get_submodule(self.down_name)(activate(self.gate_up_proj(hidden_states)))
+        gate_up = self.gate_up_proj(hidden_states)
+        if self.rounding is not None:
+            inner: Tensor | Rounded = ops.rounded_silu_mul(gate_up, self.rounding)
+        else:
+            inner = (ops.gelu_mul if self.gelu else ops.silu_mul)(gate_up)
+        out: Tensor = self.get_submodule(self.down_name)(inner)
         return out
 
 

@@ -6,20 +6,31 @@ import torch
 from torch import Tensor, nn
 
 import headrace_kernels.ops as ops
+from headrace_kernels.rounded import Rounded
 from headrace_worker.model.surgery.verify import TOKENS, agrees, random_input
 
 
 class FusedRmsNorm(nn.Module):
     """x / rms(x) * weight over the last dimension."""
 
+    rounding: bool | None = None  # of the result, to 8 bits: with a scale for each group, or for each row; None: none
+
     def __init__(self, weight: Tensor, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.eps = eps
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
+    def forward(self, hidden_states: Tensor) -> Tensor | Rounded:
         """hidden_states [..., N] -> [..., N]."""
+        if self.rounding is not None:
+            return ops.rounded_rms_norm(hidden_states, None, self.weight, self.eps, self.rounding)[0]
         return ops.rms_norm(hidden_states, self.weight, self.eps)
+
+    def add(self, result: Tensor, residual: Tensor) -> tuple[Tensor | Rounded, Tensor]:
+        """The norm of the sum of both [..., N], and the sum."""
+        if self.rounding is not None:
+            return ops.rounded_rms_norm(result, residual, self.weight, self.eps, self.rounding)
+        return ops.add_rms_norm(result, residual, self.weight, self.eps)
 
 
 class FusedGatedNorm(nn.Module):

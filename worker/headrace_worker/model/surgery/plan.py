@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from headrace_kernels.cpu import library
+from headrace_kernels.rounded import NO_PRODUCTS, Products
 from headrace_worker.model.cache_layout import layer_windows
 from headrace_worker.model.packable import reads_weight
 from headrace_worker.model.surgery.experts import fuse_experts, fuse_shared_experts
@@ -18,6 +19,7 @@ from headrace_worker.model.surgery.mlp import fuse_mlp
 from headrace_worker.model.surgery.norms import fuse_norm
 from headrace_worker.model.surgery.recurrent import fuse_delta_net
 from headrace_worker.model.surgery.rotary import fuse_rotary
+from headrace_worker.model.surgery.scaled import round_in_place, scale_linear
 from headrace_worker.model.surgery.self_attention import fuse_attention
 
 
@@ -34,6 +36,7 @@ class SurgeryPlan:
     native: bool = True  # by C++ where it can compute them; needs linears
     bf16: bool = False  # inputs of products with packed weights are rounded to bfloat16
     deterministic: bool = False  # linears whose rows do not depend on their batch, and no other products
+    products: Products = NO_PRODUCTS  # of 8-bit numbers, that the device has
 
     @staticmethod
     def none() -> "SurgeryPlan":
@@ -59,6 +62,7 @@ def apply(model: PreTrainedModel, plan: SurgeryPlan) -> list[str]:
         (packs, "experts and routers", _Once(fuse_experts, window_of)),
         (packs, "shared experts", _Once(fuse_shared_experts, window_of)),
         (plan.layers, "layers", _Once(fuse_layer, window_of)),
+        (any(plan.products), "linears of 8 bits", partial(scale_linear, products=plan.products)),
         (
             plan.linears or plan.deterministic,
             "linears",
@@ -66,6 +70,8 @@ def apply(model: PreTrainedModel, plan: SurgeryPlan) -> list[str]:
         ),
     ]
     counts = {name: _replace(model, fuse) for wanted, name, fuse in pieces if wanted}
+    if any(plan.products):
+        counts["roundings"] = round_in_place(model)
     if plan.linears:
         counts["left factors"] = _replace_left_factors(model)
     if plan.deterministic:

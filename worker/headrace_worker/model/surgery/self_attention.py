@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import headrace_kernels.ops as ops
 from headrace_kernels.meta import HeadNorms
+from headrace_kernels.rounded import Rounded
 from headrace_worker.model.attention import attend
 from headrace_worker.model.surgery.linears import is_plain, merge_linears, take_outputs
 from headrace_worker.model.surgery.norms import FusedRmsNorm
@@ -50,7 +51,7 @@ class FusedAttention(nn.Module):
         self.g_proj = part("g_proj") if getattr(original, "g_proj", None) is not None else None
 
     def forward(
-        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None, **_: Any
+        self, hidden_states: Tensor | Rounded, position_embeddings: tuple[Tensor, Tensor] | None, **_: Any
     ) -> tuple[Tensor, None]:
         """hidden_states [1, T, N], position_embeddings two of [1, T, D], None without -> [1, T, N]."""
         tokens = hidden_states.shape[1]
@@ -66,6 +67,7 @@ class FusedAttention(nn.Module):
             norms=norms,
         )  # fmt: skip
         if self.g_proj is not None:
+            assert isinstance(hidden_states, Tensor)
             out = out.view(tokens, self.heads, self.head_dim) * ops.sigmoid(self.g_proj(hidden_states[0]))[:, :, None]
         out = out.view(1, tokens, self.heads * self.head_dim)
         if self.gated:
