@@ -37,7 +37,7 @@ def models_of(section: Section, wanted: str | None, small: bool) -> list[str]:
     if section.models == (NO_MODEL,):
         return [NO_MODEL] if wanted in (None, NO_MODEL) else []
     if small:
-        return [SMALL_MODEL]
+        return [SMALL_MODEL + ("-fp8" if section.name == "quantized" else "")]
     return [model for model in section.models if wanted is None or model in wanted.split(",")]
 
 

@@ -9,7 +9,7 @@ from random import Random
 from statistics import median
 from typing import Any
 
-from gpu_bench.models import write_config
+from gpu_bench.models import OPTIONS, write_config
 from gpu_bench.roofline import ModelSizes
 from headrace_worker.assembly.assemble import assemble
 from headrace_worker.core.config import ReplicaConfig
@@ -50,7 +50,7 @@ class Bench:
         }
         self.config = ReplicaConfig(
             replica_id="bench", model=model, source=str(write_config(model, folder)), device=device,
-            load_format="dummy", **fields | options,
+            load_format="dummy", **fields | OPTIONS.get(model, {}) | options,
         )  # fmt: skip
         began = time.perf_counter()
         if plan is not None:

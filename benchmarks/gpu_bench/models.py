@@ -107,7 +107,11 @@ MODELS = {
     "qwen3.5-9b": QWEN35_9B,
     "deepseek-v2-lite": DEEPSEEK_V2_LITE,
     "tiny": TINY,
+    "llama-8b-fp8": LLAMA_8B,
+    "tiny-fp8": TINY,
 }
+OPTIONS: dict[str, dict[str, Any]] = {name: {"quantization": "fp8"} for name in MODELS if name.endswith("-fp8")}
+"""Of `ReplicaConfig`, beside the config."""
 
 
 def write_config(name: str, folder: Path) -> Path:

@@ -93,6 +93,7 @@ def test_backends_agree_with_the_reference(dtype: torch.dtype) -> None:
         "select_keys",
         "ssd",
         "selective_scan",
+        *("round_rows", "rounded_rms_norm", "rounded_silu_mul", "scaled_matmul"),
     }  # they have own tests
 
 

@@ -103,7 +103,7 @@ def check(
     found = compare(logits, plain, sequences, report, rounded)
     if original is None:
         return Report(execution, bound, found)
-    other = dense(replaced(config, source=original, revision=None), report)
+    other = dense(replaced(config, source=original, revision=None, quantization=None), report)
     distances = matrix_distances(plain, other)
     if not distances:
         raise ModelUnsupportedError(

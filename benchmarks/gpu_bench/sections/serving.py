@@ -14,7 +14,7 @@ def workload(model: str, small: bool) -> tuple[str, list[tuple[int, int]]]:
 
     The mixed one has the lengths of nano-vllm's benchmark (its README): uniform in 100 to 1,024, in and out.
     """
-    if model == EQUAL:
+    if model.startswith(EQUAL):
         return "256 requests of 1024 in, 1024 out", [(1024, 1024)] * 256
     random = Random(0)
     if small:

@@ -39,7 +39,9 @@ _NAMES = {
     ("--tokenizer", "--tokenizer-path", "--tokenizer-mode"): _OF_MODEL,
     ("--chat-template-file",): "--chat-template FILE",
     ("--seed", "--random-seed", "-s"): "a request brings its own seed; leave it out",
-    ("--quantization", "-q"): "the format of a quantized checkpoint is read from its config.json; leave it out",
+    (
+        "-q",
+    ): "--quantization fp8 or int8, of an unquantized checkpoint; the format of another is read from its config.json",
     ("--swap-space", "--cpu-offload-gb"): "running requests and the weights are on the device; leave it out",
     ("--kv-offloading-size", "--kv-offloading-backend", "--hicache-size", "--hicache-ratio"): (
         "evicted KV blocks go to host memory with --kv-offload-memory 8GiB"

@@ -25,7 +25,7 @@ from headrace_router.access.tls_files import check_tls_files, load_tls_files
 from headrace_worker.device.dtypes import ELEMENT_BYTES, dtype_name
 from headrace_worker.device.memory import available_cores, available_memory
 from headrace_worker.model.chat_templates import read_template
-from headrace_worker.model.headers import check_length, read_headers
+from headrace_worker.model.headers import check_options, read_headers
 from headrace_worker.model.source import HubUnreachableError, ModelSource, hub_commit, is_here, may_be_hub_id, resolve
 
 # AMD's, and NVIDIA's where the bindings are missing: Ray and torch can use them, but they are not counted here.
@@ -169,7 +169,7 @@ def _check_headers(
             device = "cuda" if gpus_per_rank(spec.models, model, machine.gpus, "this machine") else "cpu"
         config = replica_config(model.shaped(pool), replica_id="", device=device, role=pool.role)
         headers = read_headers(source, trust_remote_code=model.trust_remote_code)
-        check_length(config, headers)
+        check_options(config, headers)
         if model.chat_template is not None and spec.ray.address is None:
             read_template(Path(model.chat_template).expanduser())
         element_bytes = ELEMENT_BYTES[dtype_name(model.dtype, device, model.deterministic)]

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from headrace_cluster.spec.section import Bytes, Count, NodeLabels, PortRange, Section, json_object
 from headrace_proto.flag import flag
@@ -172,6 +172,16 @@ class ModelSpec(Section, ReplicaSettings):  # type: ignore[misc]  # frozen by it
         ),
     )
 
+    @field_validator("quantization", mode="before")
+    @classmethod
+    def _online(cls, value: object) -> object:
+        if value not in (None, "fp8", "int8"):
+            raise ValueError(
+                "fp8 and int8 round an unquantized checkpoint; the format of another is read from its config.json: "
+                "leave it out"
+            )
+        return value
+
     @model_validator(mode="after")
     def _shared(self) -> Self:
         for pool in self.pools:
@@ -183,6 +193,8 @@ class ModelSpec(Section, ReplicaSettings):  # type: ignore[misc]  # frozen by it
             )
         if self.cpu_arithmetic == "bf16" and (self.dtype not in ("auto", "float32") or self.device == "cuda"):
             raise ValueError("cpu_arithmetic bf16 is for CPUs and dtype float32: leave it, dtype or device out")
+        if self.quantization == "int8" and self.device == "cuda":
+            raise ValueError("quantization int8 is for CPUs so far: use fp8, or leave it out")
         return self
 
     @property

@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from headrace_proto.errors import HeadraceError, ModelUnsupportedError
 from headrace_worker.model.facts import max_positions
-from headrace_worker.model.headers import check_length, read_headers
+from headrace_worker.model.headers import check_options, read_headers
 from headrace_worker.model.source import resolve
 from support.worker.tiny_models import replica_config
 
@@ -111,15 +111,15 @@ def test_an_unsupported_quantization_is_named(gguf_path: Path) -> None:
 
 def test_a_length_beyond_the_model_is_refused_where_the_config_has_one(folder: Path) -> None:
     headers = read_headers(resolve(str(folder)))
-    check_length(replica_config(folder, max_model_len=64), headers)
+    check_options(replica_config(folder, max_model_len=64), headers)
     with pytest.raises(ModelUnsupportedError, match="--max-model-len 65 is beyond the 64 positions"):
-        check_length(replica_config(folder, max_model_len=65), headers)
+        check_options(replica_config(folder, max_model_len=65), headers)
     (folder / "config.json").write_text('{"model_type": "llama"}')
-    check_length(replica_config(folder, max_model_len=65), read_headers(resolve(str(folder))))
+    check_options(replica_config(folder, max_model_len=65), read_headers(resolve(str(folder))))
 
 
 def test_transformers_keeps_the_positions_that_a_config_names() -> None:
-    """`check_length` reads them from config.json directly: no family may extend them."""
+    """`check_options` reads them from config.json directly: no family may extend them."""
     kept: list[str] = []
     extended: list[str] = []
     for config_class in MODEL_FOR_CAUSAL_LM_MAPPING:

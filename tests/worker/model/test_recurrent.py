@@ -19,7 +19,7 @@ from headrace_proto.errors import MemoryTooSmallError, ModelUnsupportedError
 from headrace_proto.role import Role
 from headrace_worker.core.plan import RowSampling
 from headrace_worker.model.attention import StepContext, step_context
-from headrace_worker.model.headers import check_length, read_headers
+from headrace_worker.model.headers import check_options, read_headers
 from headrace_worker.model.load import LoadedModel, load
 from headrace_worker.model.recurrent import redirect_module
 from headrace_worker.model.source import resolve
@@ -203,7 +203,7 @@ def test_states_on_disk_or_without_a_slot_are_refused(
     config = replica_config(tiny("qwen3_next"), kv_offload_memory=1 << 30, **options)
     headers = read_headers(resolve(config.source, "auto", None))
     with pytest.raises(ModelUnsupportedError, match=sentence):
-        check_length(config, headers)
+        check_options(config, headers)
 
 
 def test_a_model_with_attention_alone_is_like_others(tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_a_model_with_attention_alone_is_like_others(tmp_path: Path) -> None:
     options = {**RECURRENT["granitemoehybrid"], "layer_types": ["full_attention"] * 3}
     folder = save_random({"model_type": "granitemoehybrid", **TINY, **options}, tmp_path)
     config = replica_config(folder, role=Role.PREFILL)
-    check_length(config, read_headers(resolve(config.source, "auto", None)))
+    check_options(config, read_headers(resolve(config.source, "auto", None)))
     assert load(config).layout.states == ()
 
 

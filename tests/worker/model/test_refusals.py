@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import (
 from headrace_proto.errors import ModelUnsupportedError
 from headrace_worker.model import refusals
 from headrace_worker.model.build import check_supported, read_config
-from headrace_worker.model.headers import check_length, read_headers
+from headrace_worker.model.headers import check_options, read_headers
 from headrace_worker.model.load import load
 from headrace_worker.model.source import resolve
 from headrace_worker.model.text_part import text_config
@@ -118,7 +118,7 @@ def test_rotary_embeddings_are_checked_with_the_length(tmp_path: Path, length: i
     source = folder(tmp_path, **fields)
     config = replica_config(source, load_format="dummy", max_model_len=length)
     with pytest.raises(ModelUnsupportedError, match="at 64 tokens: use --max-model-len 64 or less") as early:
-        check_length(config, read_headers(resolve(str(source), "dummy")))
+        check_options(config, read_headers(resolve(str(source), "dummy")))
     with pytest.raises(ModelUnsupportedError) as late:
         load(config)
     assert str(early.value) == str(late.value)
@@ -131,7 +131,7 @@ def test_attention_within_chunks_is_served_up_to_one(length: int | None, tmp_pat
     source = folder(tmp_path, **json.loads((tmp_path / "config.json").read_text()) | {"max_position_embeddings": 512})
     config = replica_config(source, max_model_len=length)
     with pytest.raises(ModelUnsupportedError, match=sentence) as early:
-        check_length(config, read_headers(resolve(str(source))))
+        check_options(config, read_headers(resolve(str(source))))
     with pytest.raises(ModelUnsupportedError) as late:
         load(config)
     assert str(early.value) == str(late.value)

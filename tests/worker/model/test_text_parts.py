@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedMode
 
 from headrace_proto.errors import ModelLoadError, ModelUnsupportedError
 from headrace_worker.model.build import build_meta
-from headrace_worker.model.headers import check_length, read_headers
+from headrace_worker.model.headers import check_options, read_headers
 from headrace_worker.model.load import load
 from headrace_worker.model.source import resolve
 from headrace_worker.model.surgery import SurgeryPlan
@@ -166,7 +166,7 @@ def test_facts_are_those_of_the_language_model_and_the_processor(folder: Path) -
     (folder / "chat_template.json").write_text(json.dumps({"chat_template": template}))
     source = resolve(str(folder))
     with pytest.raises(ModelUnsupportedError, match="129 is beyond the 128 positions"):
-        check_length(replica_config(folder, max_model_len=129), read_headers(source))
+        check_options(replica_config(folder, max_model_len=129), read_headers(source))
     facts = load(replica_config(folder)).facts
     assert (facts.max_positions, facts.eos_token_ids, facts.chat_template) == (128, (2, 9), template)
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")

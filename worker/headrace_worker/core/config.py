@@ -104,6 +104,18 @@ class ReplicaSettings:
             json_schema_extra=flag("--cpu-threads", help="threads of one rank; without: cores / ranks on a node"),
         ),
     ] = None
+    quantization: Annotated[
+        Literal["fp8", "int8"] | None,
+        Field(
+            description="of linears and experts while an unquantized checkpoint is loaded: fp8 (on GPUs products of "
+            "8-bit numbers), or int8 in groups of 32 (on CPUs)",
+            json_schema_extra=flag(
+                "--quantization",
+                values="fp8|int8",
+                help="round linears and experts to 8 bits while loading; int8: on CPUs",
+            ),
+        ),
+    ] = None
     cpu_arithmetic: Annotated[
         Literal["exact", "bf16"],
         Field(

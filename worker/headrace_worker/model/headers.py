@@ -16,7 +16,7 @@ from headrace_worker.model.gguf_file import GgufFile
 from headrace_worker.model.gguf_tensors import check_tensors, packed_bytes
 from headrace_worker.model.gguf_tokenizer import check_gguf_tokenizer
 from headrace_worker.model.json_files import read_object
-from headrace_worker.model.quantized.config import read_scheme, with_quantization
+from headrace_worker.model.quantized.config import check_online, read_scheme, with_quantization
 from headrace_worker.model.refusals import check_config_file, check_limits, check_recurrent, check_rope, text_fields
 from headrace_worker.model.safetensors_files import TEXT_PARTS, count_elements, open_files
 from headrace_worker.model.source import ModelSource
@@ -31,9 +31,12 @@ class Headers:
     config: dict[str, Any]  # of the language model: config.json or a part of it; for a GGUF file all of it
     packed_bytes: int = 0  # on a CPU in float32, where matrices stay packed
     rounded_bytes: int = 0  # the same with --cpu-arithmetic bf16
+    quantized_by: str | None = None
 
     def weight_bytes(self, config: ReplicaConfig, element_bytes: int) -> int:
         """Of all ranks of a replica together; a lower bound."""
+        if config.quantization is not None:
+            return self.elements
         if config.device == "cpu" and element_bytes == 4:
             return self.rounded_bytes if config.cpu_arithmetic == "bf16" else self.packed_bytes
         return self.elements * element_bytes
@@ -44,8 +47,11 @@ def read_headers(source: ModelSource, *, trust_remote_code: bool = False) -> Hea
     return _gguf_headers(source) if source.is_gguf else _folder_headers(source, trust_remote_code)
 
 
-def check_length(config: ReplicaConfig, headers: Headers) -> None:
-    """Raises ModelUnsupportedError for a max_model_len that the model does not support, as far as its config shows."""
+def check_options(config: ReplicaConfig, headers: Headers) -> None:
+    """Raises ModelUnsupportedError for a max_model_len or quantization that the model does not support, as far as its
+    files show.
+    """
+    check_online(config.quantization, headers.quantized_by)
     fields = SimpleNamespace(**{"model_type": ""} | headers.config)
     check_rope(fields, config.max_model_len)
     check_limits(fields, config.max_model_len)
@@ -63,7 +69,7 @@ def _gguf_headers(source: ModelSource) -> Headers:
     check_tensors(file)
     tensors = [file.tensors[stored] for _, stored in weight_names(file)]
     packed = sum(map(packed_bytes, tensors))
-    return Headers(sum(prod(tensor.shape) for tensor in tensors), config, packed, packed)
+    return Headers(sum(prod(tensor.shape) for tensor in tensors), config, packed, packed, "a GGUF")
 
 
 def _folder_headers(source: ModelSource, trust_remote_code: bool) -> Headers:
@@ -78,4 +84,5 @@ def _folder_headers(source: ModelSource, trust_remote_code: bool) -> Headers:
     scheme = read_scheme(str(config.get("model_type")), whole.get("quantization_config"))
     bits = scheme.bits if scheme is not None else 8
     found = count_elements(handles, layers if isinstance(layers, int) else None, parts, bits)
-    return Headers(found.elements, config, found.packed_bytes(), found.packed_bytes(rounded=True))
+    method = None if scheme is None else scheme.method
+    return Headers(found.elements, config, found.packed_bytes(), found.packed_bytes(rounded=True), method)

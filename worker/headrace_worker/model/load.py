@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from headrace_kernels import find_slow_backends
 from headrace_kernels.cpu import library
-from headrace_kernels.rounded import NO_PRODUCTS, products_of
+from headrace_kernels.rounded import NO_PRODUCTS, Products, products_of
 from headrace_proto.errors import ModelUnsupportedError
 from headrace_worker.comm.parallel_context import SINGLE, ParallelContext
 from headrace_worker.core.config import ReplicaConfig
@@ -25,7 +25,8 @@ from headrace_worker.model.converted import converted
 from headrace_worker.model.facts import ModelFacts, read_facts
 from headrace_worker.model.gguf import GgufWeights
 from headrace_worker.model.gguf_file import GgufFile
-from headrace_worker.model.quantized.config import QuantizationScheme, read_scheme
+from headrace_worker.model.quantized.config import QuantizationScheme, check_online, read_scheme
+from headrace_worker.model.quantized.online import Quantizer
 from headrace_worker.model.quantized.weights import QuantizedWeights
 from headrace_worker.model.refusals import check_limits, check_recurrent, check_rope, keeps_states
 from headrace_worker.model.sharding.shard import Sharding, shard
@@ -51,6 +52,7 @@ class LoadedModel:
     notes: list[str]
     warnings: list[str]  # what makes it slower, or wrong, for a reason that the user can change; notes of its facts
     rounded: dict[str, bool]  # linears whose inputs are rounded to 8 bits: in groups, or by token
+    quantization: str | None = None  # of its weights, while they were loaded
     deterministic: bool = False  # a row's result depends on that row alone, bit for bit
 
     @property
@@ -64,7 +66,8 @@ class LoadedModel:
     @property
     def arithmetic(self) -> str:
         """Models with another one compute other keys and values of the same tokens."""
-        return f"{self.dtype_name}/w8a8" if self.rounded else self.dtype_name
+        online = f"/online-{self.quantization}" if self.quantization else ""
+        return self.dtype_name + online + ("/w8a8" if self.rounded else "")
 
 
 def load(
@@ -107,7 +110,10 @@ def load(
         buffers.compute_buffers(model, place)
         parts = recurrent.state_parts(model) if keeps_states(text) else ()
         scheme = read_scheme(text.model_type, getattr(hf_config, "quantization_config", None))
-        sharding = shard(model, parallel, place, scheme.unit if scheme is not None else 1)
+        check_online(config.quantization, "a GGUF" if gguf is not None else None if scheme is None else scheme.method)
+        online = None if config.quantization is None else Quantizer(config.quantization, model)
+        unit = scheme.unit if scheme is not None else online.unit if online is not None else 1
+        sharding = shard(model, parallel, place, unit)
         states = recurrent.redirect(model, parallel) if parts else ()
         layout = cache_layout(model.config, config.block_size, dtype.itemsize, parallel, states)
         layout = msgspec.structs.replace(layout, state_parts=parts)
@@ -125,8 +131,12 @@ def load(
             raise ModelUnsupportedError(
                 f"--cpu-arithmetic bf16 is for CPUs, --dtype float32 and the C++ kernels, but {why}: leave it out."
             )
+        if online is not None and plan.linears:
+            _check_quantization(config, place, packed, plan.products)
         kept = None if not packed else torch.bfloat16 if bf16 else torch.float32
-        weight_bytes = fill(model, weights, sharding, place, dtype, report, packed=kept, products=plan.products)
+        weight_bytes = fill(
+            model, weights, sharding, place, dtype, report, packed=kept, products=plan.products, online=online
+        )
         if isinstance(weights, GgufWeights) and (factors := weights.rope_factors()) is not None:
             buffers.scale_rotary(model, factors)
         check_filled(model)
@@ -177,8 +187,24 @@ def load(
         notes=notes,
         warnings=warnings,
         rounded=rounded,
+        quantization=config.quantization,
         deterministic=config.deterministic,
     )
+
+
+def _check_quantization(config: ReplicaConfig, place: torch.device, packed: bool, products: Products) -> None:
+    """Raises ModelUnsupportedError where the device does not multiply the codes that --quantization makes."""
+    method = config.quantization
+    if place.type == "cpu":
+        why = None if packed else library.missing() or f"this replica runs in {config.dtype}"
+    elif method == "int8":
+        why = "int8 is multiplied on CPUs alone so far: use fp8"
+    elif config.deterministic:
+        why = "--deterministic has no products of 8-bit numbers on GPUs"
+    else:
+        why = None if products.outputs else "this GPU, or this version of torch on it, multiplies no 8-bit numbers"
+    if why is not None:
+        raise ModelUnsupportedError(f"--quantization {method} cannot be used, since {why}: leave it out.")
 
 
 def stays_packed(plan: surgery.SurgeryPlan, place: torch.device, dtype: torch.dtype) -> bool:

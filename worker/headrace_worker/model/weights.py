@@ -46,6 +46,14 @@ class Weights(Protocol):
         ...
 
 
+class CodesReader(Protocol):
+    """Reads matrices as codes that are stored as values."""
+
+    def read(self, weights: Weights, name: str, stored: str, cuts: Cuts) -> PackableMatrix | PackableExperts | None:
+        """The part of a parameter, stored under another name maybe; None where its values stay."""
+        ...
+
+
 class SafetensorsWeights:
     """Safetensors files, memory-mapped; a tensor's bytes are read on `read`."""
 
@@ -148,6 +156,7 @@ def fill(
     *,
     packed: torch.dtype | None = None,
     products: Products = NO_PRODUCTS,
+    online: CodesReader | None = None,
 ) -> int:
     """Load every parameter and persistent buffer of a rank's model; return their size in bytes.
 
@@ -155,7 +164,7 @@ def fill(
     keeps in float32. Tied parameters stay one tensor. packed: of matrices of linears and embeddings codes stay
     codes, bfloat16 stays, others become this dtype, and codes of routed experts stay; None: all become `dtype`.
     products: codes in e4m3 of linears for which the device has such a product stay, on the device.
-    Raises ModelLoadError as `match` does.
+    online: makes codes of matrices that have none. Raises ModelLoadError as `match` does.
     """
     sources, shared = match(model, weights, sharding)
     keep_float32: set[str] = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
@@ -168,6 +177,8 @@ def fill(
         strict = any(part in keep_float32 for part in name.split("."))
         stays = packed is not None and can_be_packed(model, name)
         matrix = weights.read_codes(stored, cuts)
+        if matrix is None and online is not None:
+            matrix = online.read(weights, name, stored, cuts)
         if any(products) and isinstance(matrix, PackableMatrix) and can_be_packed(model, name):
             on_device = _scaled(matrix, device, products) if type(_owner(model, name)) is nn.Linear else None
             if on_device is not None:

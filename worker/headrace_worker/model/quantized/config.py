@@ -74,6 +74,15 @@ def read_scheme(family: str, quantization: Any) -> QuantizationScheme | None:
     return scheme
 
 
+def check_online(method: str | None, quantized_by: str | None) -> None:
+    """Raises ModelUnsupportedError for a checkpoint that is quantized already. quantized_by: its own method."""
+    if method is not None and quantized_by is not None:
+        raise ModelUnsupportedError(
+            f"--quantization {method} is for unquantized checkpoints, and this one is {quantized_by[:80]}: leave it "
+            "out."
+        )
+
+
 def _read_fp8(fields: Mapping[str, Any]) -> QuantizationScheme | None:
     if fields.get("fmt", "e4m3") != "e4m3":
         return None

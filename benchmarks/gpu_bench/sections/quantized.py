@@ -1,0 +1,34 @@
+"""Products of 8-bit numbers: right, and what they are worth at batch 1, 32, 256 and with many requests."""
+
+from collections.abc import Iterator
+
+from gpu_bench.section import Figure, Section, SectionRun
+from gpu_bench.sections import decode, serving
+
+_WRONG = 0.02  # of the largest output; results are rounded to bfloat16
+
+
+def run(run: SectionRun) -> Iterator[Figure]:
+    import torch
+
+    import headrace_kernels.ops as ops
+    from headrace_kernels.reference.rounded import scaled_matmul
+    from headrace_worker.model.surgery.scaled import ScaledLinear
+
+    bench = run.usual_bench()
+    linears = [part for part in bench.model.module.modules() if isinstance(part, ScaledLinear)]
+    yield Figure.check("linears of 8 bits", bool(linears) or run.device == "cpu", count=len(linears))
+    with torch.inference_mode():
+        for linear in linears[:4]:
+            outputs, inputs = linear.scaled.codes.shape
+            for rows in (1, 5, 256):
+                x = ops.round_rows(torch.randn(rows, inputs, device=run.device, dtype=linear.dtype), linear.in_blocks)
+                expected = scaled_matmul(x, linear.scaled, None, torch.float32)
+                found = ops.scaled_matmul(x, linear.scaled, None, linear.dtype).float()
+                error = float((found - expected).abs().max() / expected.abs().max())
+                yield Figure.check(f"{outputs} x {inputs}, rows {rows}", error < _WRONG, error=round(error, 5))
+    yield from decode.run(run)
+    yield from serving.run(run)
+
+
+SECTION = Section("quantized", "FP8 weights and inputs: right, decode, 256 requests", ("llama-8b-fp8",), 150, run)
