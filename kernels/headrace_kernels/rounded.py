@@ -9,9 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from headrace_kernels import kv_format
+
 GROUP = 128  # entries with one scale, unless a row has a single one
-LARGEST = 448.0
-SMALLEST_SCALE = 1e-30  # keeps the entries of zeros finite
+LARGEST = kv_format.LARGEST[torch.float8_e4m3fn]
 
 
 class Products(NamedTuple):

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from dataclasses import replace as replaced
 from functools import partial
 from math import inf
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -164,7 +163,7 @@ def compare(
     model: LoadedModel,
     sequences: Sequence[Sequence[int]],
     report: Progress = ignore_progress,
-    rounded: Mapping[str, bool] = MappingProxyType({}),
+    rounded: Mapping[str, bool] | None = None,
 ) -> Accuracy:
     """logits: see `served`. model: see `dense`. rounded: its linears whose inputs are rounded to 8 bits, see
     `LoadedModel`. Raises ModelUnsupportedError for another vocabulary.
@@ -175,7 +174,7 @@ def compare(
             "tokenizer."
         )
     plain = plain_model(model, model.dtype)
-    for name, groups in rounded.items():
+    for name, groups in (rounded or {}).items():
         plain.get_submodule(name).register_forward_pre_hook(partial(_round_inputs, groups=groups))
     divergences: list[Tensor] = []
     same, likelihood = 0, 0.0

@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
+from headrace_kernels.kv_format import SMALLEST_SCALE
 from headrace_kernels.reference import elementwise
-from headrace_kernels.rounded import GROUP, LARGEST, SMALLEST_SCALE, Rounded, ScaledWeight, empty_rounded
+from headrace_kernels.rounded import GROUP, LARGEST, Rounded, ScaledWeight, empty_rounded
 
 
 def round_rows(x: Tensor, groups: bool) -> Rounded:

@@ -150,14 +150,15 @@ inline word_register e2m1_bytes(word_register codes) {
     return shuffled(read<word_register>(TWICE), codes & 0x0f0f0f0fu);
 }
 
-inline float_register byte_numbers(word_register bytes, int k) {
+// Times 2 ** 24, those of the byte k of each word.
+inline float_register raised_bytes(word_register bytes, int k) {
     static constexpr uint32_t FIRST[] = {0x00808080, 0x04808080, 0x08808080, 0x0c808080,
                                          0x00808080, 0x04808080, 0x08808080, 0x0c808080};
     return converted((int_register)shuffled(bytes, read<word_register>(FIRST) + ((uint32_t)k << 24)));
 }
 template <class H, class E> inline Two<H, E> e2m1_bytes(Two<H, E> x) { return {e2m1_bytes(x.low), e2m1_bytes(x.high)}; }
-template <class H, class E> inline auto byte_numbers(Two<H, E> x, int k) {
-    return Two<decltype(byte_numbers(x.low, k)), float>{byte_numbers(x.low, k), byte_numbers(x.high, k)};
+template <class H, class E> inline auto raised_bytes(Two<H, E> x, int k) {
+    return Two<decltype(raised_bytes(x.low, k)), float>{raised_bytes(x.low, k), raised_bytes(x.high, k)};
 }
 #endif
 
@@ -175,7 +176,7 @@ struct E2m1 {
         bytes[0] = e2m1_bytes(from);
         bytes[1] = e2m1_bytes(from >> 4u);
     }
-    inline floats get(int j) const { return byte_numbers(bytes[j & 1], j >> 1); }
+    inline floats get(int j) const { return raised_bytes(bytes[j & 1], j >> 1); }
 #endif
 };
 

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from headrace_kernels.kv_format import SMALLEST_SCALE
 from headrace_kernels.packed import Codes, Form, Kind
-from headrace_kernels.rounded import LARGEST, SMALLEST_SCALE
+from headrace_kernels.rounded import LARGEST
 from headrace_worker.model.packable import PackableExperts, PackableMatrix, can_be_packed, is_experts
 from headrace_worker.model.sharding.cuts import Cut, Cuts, spans_of
 from headrace_worker.model.weights import Weights

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.integrations import moe
 
 import headrace_kernels.ops as ops
 from headrace_kernels.packed import Form
@@ -123,7 +122,6 @@ def fuse_shared_experts(module: nn.Module, _window: int, verify: bool) -> FusedS
 
 
 def _fuse_experts(module: Any, verify: bool) -> FusedExperts | None:
-    """Raises ModelUnsupportedError for experts in codes that compute something else than the interface says."""
     up_name = "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"
     codes = getattr(module, "packable_experts", {})
     dense = [getattr(module, name, None) for name in (up_name, "down_proj") if name not in codes]
@@ -132,7 +130,8 @@ def _fuse_experts(module: Any, verify: bool) -> FusedExperts | None:
     ups, downs = _linears(module, up_name), _linears(module, "down_proj")
     gelu = activation(module)
     # Not the family's own gate, which may clamp.
-    usual = getattr(type(module), "_apply_gate", None) is moe._default_apply_gate and up_name == "gate_up_proj"
+    gate = getattr(getattr(type(module), "_apply_gate", None), "__name__", "")
+    usual = gate == "_default_apply_gate" and up_name == "gate_up_proj"
     post_norm = getattr(module, "has_post_expert_norm", False)
     experts: list[nn.Module] = []
     activate = _activation_of(module)
@@ -141,13 +140,18 @@ def _fuse_experts(module: Any, verify: bool) -> FusedExperts | None:
         expert = FusedMlp(up, down, bool(gelu)) if plain else OwnMlp(up, down, activate)
         experts.append(nn.Sequential(expert, module.post_expert_norm) if post_norm else expert)
     if verify and not _computes_the_same(module, up_name, ups, downs, experts[:_VERIFIED]):
-        if codes:
+        return None
+    return FusedExperts(experts)
+
+
+def check_experts(model: nn.Module) -> None:
+    """Raises ModelUnsupportedError if experts whose weights are codes were not replaced: they have no values."""
+    for module in model.modules():
+        if "packable_experts" in vars(module):
             raise ModelUnsupportedError(
                 f"{type(module).__name__} computes its experts in a way that is not known, so this checkpoint's "
                 "codes cannot be multiplied: give unquantized safetensors."
             )
-        return None
-    return FusedExperts(experts)
 
 
 def _linears(module: Any, name: str) -> list[PackableLinear]:

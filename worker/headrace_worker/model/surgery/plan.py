@@ -12,7 +12,7 @@ from headrace_kernels.cpu import library
 from headrace_kernels.rounded import NO_PRODUCTS, Products
 from headrace_worker.model.cache_layout import layer_windows
 from headrace_worker.model.packable import reads_weight
-from headrace_worker.model.surgery.experts import fuse_experts, fuse_shared_experts
+from headrace_worker.model.surgery.experts import check_experts, fuse_experts, fuse_shared_experts
 from headrace_worker.model.surgery.layers import fuse_layer
 from headrace_worker.model.surgery.linears import check_invariant, make_linear_invariant, pack_left_factor, pack_linear
 from headrace_worker.model.surgery.mlp import fuse_mlp
@@ -74,6 +74,7 @@ def apply(model: PreTrainedModel, plan: SurgeryPlan) -> list[str]:
         counts["roundings"] = round_in_place(model)
     if plan.linears:
         counts["left factors"] = _replace_left_factors(model)
+    check_experts(model)
     if plan.deterministic:
         check_invariant(model)
     changed = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
