@@ -28,7 +28,7 @@ sys.path[:0] = IMPORTED  # a machine with a GPU has the checkout, and no install
 import machine  # noqa: E402
 from gpu_bench import roofline  # noqa: E402
 from gpu_bench.models import MODELS  # noqa: E402
-from gpu_bench.section import NO_MODEL, SMALL_MODEL, Section, SectionRun  # noqa: E402
+from gpu_bench.section import NO_MODEL, Section, SectionRun  # noqa: E402
 from gpu_bench.sections import SECTIONS  # noqa: E402
 
 
@@ -36,9 +36,8 @@ def models_of(section: Section, wanted: str | None, small: bool) -> list[str]:
     """The models that a section runs with."""
     if section.models == (NO_MODEL,):
         return [NO_MODEL] if wanted in (None, NO_MODEL) else []
-    if small:
-        return [SMALL_MODEL + ("-fp8" if section.name == "quantized" else "")]
-    return [model for model in section.models if wanted is None or model in wanted.split(",")]
+    models = section.small if small else section.models
+    return [model for model in models if wanted is None or model in wanted.split(",")]
 
 
 def device_facts(device: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ HERE=$(cd "$(dirname "$0")" && pwd)
 PACKAGES="
 blake3 gguf grpcio llguidance msgspec nvidia-ml-py protobuf psutil structlog cryptography cffi pycparser
 pydantic pydantic-core annotated-types typing-inspection pytest iniconfig pluggy pytest-timeout pytest-xdist execnet
-hypothesis sortedcontainers
+hypothesis sortedcontainers humming-kernels nvidia-cuda-cccl jinja2 markupsafe tabulate tqdm
 "
 
 if [ "${1:-}" = --install ]; then

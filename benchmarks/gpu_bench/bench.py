@@ -47,10 +47,11 @@ class Bench:
             "dtype": "bfloat16" if device == "cuda" else "float32",
             "max_model_len": 4096,
             "max_num_seqs": 256,
+            "load_format": "dummy",
         }
         self.config = ReplicaConfig(
             replica_id="bench", model=model, source=str(write_config(model, folder)), device=device,
-            load_format="dummy", **fields | OPTIONS.get(model, {}) | options,
+            **fields | OPTIONS.get(model, {}) | options,
         )  # fmt: skip
         began = time.perf_counter()
         if plan is not None:

@@ -108,15 +108,49 @@ MODELS = {
     "deepseek-v2-lite": DEEPSEEK_V2_LITE,
     "tiny": TINY,
     "llama-8b-fp8": LLAMA_8B,
+    "llama-8b-int4": LLAMA_8B,
     "tiny-fp8": TINY,
+    "tiny-int4": TINY,
 }
 OPTIONS: dict[str, dict[str, Any]] = {name: {"quantization": "fp8"} for name in MODELS if name.endswith("-fp8")}
 """Of `ReplicaConfig`, beside the config."""
+OPTIONS |= {name: {"load_format": "auto"} for name in MODELS if name.endswith("-int4")}
 
 
 def write_config(name: str, folder: Path) -> Path:
-    """A folder with the model's config.json and nothing else, for --load-format dummy."""
+    """A folder with the model's config.json and nothing else, for --load-format dummy; of int4 with random weights."""
     folder = folder / name
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(MODELS[name], indent=2))
+    config = MODELS[name]
+    if name.endswith("-int4"):
+        group = min(128, config["hidden_size"])  # inputs with one scale
+        _write_int4(config, group, folder)
+        weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": group}
+        groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+        scheme = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
+        config = config | {"quantization_config": scheme | {"ignore": ["lm_head"]}}
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
     return folder
+
+
+def _write_int4(config: dict[str, Any], group: int, folder: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+    from tokenizers import Tokenizer, models
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    tensors = {}
+    for name, weight in model.state_dict().items():
+        if not name.endswith("_proj.weight"):
+            values = torch.randn(weight.shape, dtype=torch.bfloat16) * 0.02
+            tensors[name] = values + 1 if weight.dim() == 1 else values
+            continue
+        outputs, inputs = weight.shape
+        prefix = name.removesuffix("weight")
+        tensors[f"{prefix}weight_packed"] = torch.randint(-(1 << 31), 1 << 31, (outputs, inputs // 8)).int()
+        tensors[f"{prefix}weight_scale"] = torch.full((outputs, inputs // group), 0.004, dtype=torch.bfloat16)
+        tensors[f"{prefix}weight_shape"] = torch.tensor(weight.shape)
+    Tokenizer(models.WordLevel({"any": 0}, unk_token="any")).save(str(folder / "tokenizer.json"))
+    save_file(tensors, folder / "model.safetensors")

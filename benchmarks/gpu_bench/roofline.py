@@ -58,11 +58,15 @@ class ModelSizes:
         value_dim = group.value_dim or (config.kv_lora_rank if group.value_dim == 0 else group.head_dim)
         named = dict(model.module.named_parameters())
         routed = sum(weight.nbytes for name, weight in named.items() if ".experts." in name)
-        eight_bits = sum(part.scaled.codes.numel() for part in model.module.modules() if hasattr(part, "scaled"))
+        parts = list(model.module.modules())
+        coded = sum(part.scaled.codes.numel() for part in parts if hasattr(part, "scaled"))
+        few_bits = [part.few_bits for part in parts if hasattr(part, "few_bits")]
+        coded_bytes = coded + sum(weight.nbytes for weight in few_bits)
+        coded += sum(weight.outputs * weight.inputs for weight in few_bits)
         experts = getattr(config, "n_routed_experts", None) or getattr(config, "num_experts", None) or 1
         return cls(
             read_bytes=read,
-            weights=(read - eight_bits) // embedding.element_size() + eight_bits,
+            weights=(read - coded_bytes) // embedding.element_size() + coded,
             head_weights=embedding.numel(),
             kv_token_bytes=layout.block_bytes // layout.block_size * len(layout.groups),
             attention_flop=2 * heads * (group.head_dim + value_dim) * attending,

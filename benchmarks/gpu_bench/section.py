@@ -94,6 +94,7 @@ class Section:
     models: tuple[str, ...]
     seconds: float  # that it takes on one H100, with all of its models
     run: Callable[[SectionRun], Iterator[Figure]]
+    small: tuple[str, ...] = (SMALL_MODEL,)  # models of --small
 
 
 def _rounded(value: float) -> float:

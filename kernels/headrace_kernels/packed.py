@@ -12,7 +12,7 @@ range, as signed numbers:
 Outputs are padded to whole panels by zeros.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, IntEnum
 
@@ -51,7 +51,7 @@ E2M1_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, 
 
 @dataclass(frozen=True)
 class Codes:
-    """A matrix in few bits, not packed yet.
+    """A matrix in few bits, not packed yet; or several [X, out, in] that `stack` made, for those who know of them.
 
     codes [out, in] uint8. scale, minimum [out, in / group] float16 or float32, of one dtype; without a minimum it is
     -offset * scale. Only integers have a minimum or an offset.
@@ -71,7 +71,7 @@ class Codes:
     @property
     def group(self) -> int:
         """Inputs with one scale."""
-        return self.codes.shape[1] // self.scale.shape[1]
+        return self.codes.shape[-1] // self.scale.shape[-1]
 
     def dense(self) -> Tensor:
         """The values [out, in] in float32. Products are exact, sums rounded once: as the gguf package computes them."""
@@ -114,6 +114,15 @@ def concatenate(parts: Sequence[Codes]) -> Codes:
     """The outputs of all parts, in order, whose codes are of one kind. Where parts differ otherwise they get the finest
     groups, and scales (of integers minima, too) in float32.
     """
+    return _join(parts, torch.cat)
+
+
+def stack(parts: Sequence[Codes]) -> Codes:
+    """Several matrices [X, out, in], as `concatenate`."""
+    return _join(parts, torch.stack)
+
+
+def _join(parts: Sequence[Codes], join: Callable[[list[Tensor]], Tensor]) -> Codes:
     first = parts[0]
     kinds = {(part.group, part.scale.dtype, part.minimum is None, part.offset) for part in parts}
     if len(kinds) > 1:
@@ -121,9 +130,9 @@ def concatenate(parts: Sequence[Codes]) -> Codes:
         parts = [_general(part, group) for part in parts]
     minima = [part.minimum for part in parts if part.minimum is not None]
     return Codes(
-        torch.cat([part.codes for part in parts]),
-        torch.cat([part.scale for part in parts]),
-        torch.cat(minima) if minima else None,
+        join([part.codes for part in parts]),
+        join([part.scale for part in parts]),
+        join(minima) if minima else None,
         first.offset if len(kinds) == 1 else 0,
         first.kind,
     )

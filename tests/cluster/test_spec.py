@@ -91,7 +91,6 @@ def test_metrics_ports_are_known_before_a_start(data: dict[str, Any], ports: tup
         ({"models": [{"kv_offload_dir": "/cache"}]}, "evicted KV blocks go to disk through host memory"),
         ({"models": [{"kv_offload_memory": "1GiB", "kv_offload_dir_size": "9GiB"}]}, "give kv_offload_dir and"),
         ({"models": [{"cpu_arithmetic": "bf16", "dtype": "float16"}]}, "cpu_arithmetic bf16 is for CPUs"),
-        ({"models": [{"quantization": "int8", "device": "cuda"}]}, "quantization int8 is for CPUs so far: use fp8"),
         ({"models": [{"quantization": "awq"}]}, "the format of another is read from its config.json: leave it out"),
         ({"models": [{"port_range": "20100-20000"}]}, "write a range of ports like 20000-20100"),
         ({"models": [{"port_range": "0-9"}]}, "write a range of ports like 20000-20100"),

@@ -94,7 +94,14 @@ def test_an_image_runs_the_command_as_a_user_that_owns_its_folder(image: str) ->
     assert json.loads(_of(image, "ENTRYPOINT")[-1]) == ["headrace"]
     assert json.loads(_of(image, "CMD")[-1]) == ["--help"]
     environment = _environment(image)
-    for name in ("HOME", "HEADRACE_HOME", "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+    for name in (
+        "HOME",
+        "HEADRACE_HOME",
+        "XDG_CACHE_HOME",
+        "TRITON_CACHE_DIR",
+        "HUMMING_CACHE_DIR",
+        "TORCHINDUCTOR_CACHE_DIR",
+    ):
         assert environment[name].startswith("/var/lib/headrace/"), name
     made = " ".join(_of(image, "RUN"))
     assert re.search(rf"install -d -o 10001 -g 10001 -m 0700 [^&]*{re.escape(environment['HEADRACE_HOME'])}", made)

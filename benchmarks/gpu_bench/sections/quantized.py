@@ -1,4 +1,7 @@
-"""Products of 8-bit numbers: right, and what they are worth at batch 1, 32, 256 and with many requests."""
+"""Products of codes: right, and what they are worth at batch 1, 32, 256 and with many requests.
+
+Those of few bits are compared while the model is loaded, and a wrong one ends the section.
+"""
 
 from collections.abc import Iterator
 
@@ -13,11 +16,13 @@ def run(run: SectionRun) -> Iterator[Figure]:
 
     import headrace_kernels.ops as ops
     from headrace_kernels.reference.rounded import scaled_matmul
-    from headrace_worker.model.surgery.scaled import ScaledLinear
+    from headrace_worker.model.surgery.scaled import ScaledLinear, WeightOnlyLinear
 
     bench = run.usual_bench()
-    linears = [part for part in bench.model.module.modules() if isinstance(part, ScaledLinear)]
-    yield Figure.check("linears of 8 bits", bool(linears) or run.device == "cpu", count=len(linears))
+    parts = list(bench.model.module.modules())
+    linears = [part for part in parts if isinstance(part, ScaledLinear)]
+    few_bits = sum(isinstance(part, WeightOnlyLinear) for part in parts)
+    yield Figure.check("linears of codes", bool(linears or few_bits) or run.device == "cpu", few_bits=few_bits)
     with torch.inference_mode():
         for linear in linears[:4]:
             outputs, inputs = linear.scaled.codes.shape
@@ -31,4 +36,7 @@ def run(run: SectionRun) -> Iterator[Figure]:
     yield from serving.run(run)
 
 
-SECTION = Section("quantized", "FP8 weights and inputs: right, decode, 256 requests", ("llama-8b-fp8",), 150, run)
+SECTION = Section(
+    "quantized", "FP8 weights and inputs, int4 weights: right, decode, 256 requests", ("llama-8b-fp8", "llama-8b-int4"),
+    300, run, small=("tiny-fp8", "tiny-int4"),
+)  # fmt: skip

@@ -193,8 +193,6 @@ class ModelSpec(Section, ReplicaSettings):  # type: ignore[misc]  # frozen by it
             )
         if self.cpu_arithmetic == "bf16" and (self.dtype not in ("auto", "float32") or self.device == "cuda"):
             raise ValueError("cpu_arithmetic bf16 is for CPUs and dtype float32: leave it, dtype or device out")
-        if self.quantization == "int8" and self.device == "cuda":
-            raise ValueError("quantization int8 is for CPUs so far: use fp8, or leave it out")
         return self
 
     @property

@@ -104,6 +104,7 @@ securityContext:
 - {name: HEADRACE_HOME, value: /var/lib/headrace/state}
 - {name: XDG_CACHE_HOME, value: /var/lib/headrace/home/.cache}
 - {name: TRITON_CACHE_DIR, value: /var/lib/headrace/home/.triton}
+- {name: HUMMING_CACHE_DIR, value: /var/lib/headrace/home/.humming}
 - {name: TORCHINDUCTOR_CACHE_DIR, value: /var/lib/headrace/home/.inductor}
 {{- end }}
 

@@ -2,16 +2,22 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
 
-from headrace_kernels.packed import Form
+from headrace_kernels.gpu import weight_only
+from headrace_kernels.packed import Codes, Form
 from headrace_kernels.rounded import Products
 from headrace_worker.model.packable import PackedLinear
 from headrace_worker.model.surgery import SurgeryPlan
-from headrace_worker.model.surgery.scaled import ScaledLinear
+from headrace_worker.model.surgery.experts import ExpertsOnGpu
+from headrace_worker.model.surgery.scaled import ScaledLinear, WeightOnlyLinear
 from support.ranks.workloads import prompts
 from support.worker import quantized
 from support.worker.quantized import FORMATS, GROUPS_OF_32, INTEGER_FORMATS, save_quantized
@@ -113,3 +119,63 @@ def test_tokens_of_rounded_inputs(
     assert len(linears) == 3 * 4 and linears[-1].scaled.codes.shape == (256, 256)
     found, expected = ([done.token_ids for done in each.run(mixed, 6)] for each in (ranks, one))
     assert found == expected
+
+
+def _values(codes: Codes, _bits: int, dtype: torch.dtype, bias: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """Stands in for weights in humming's order."""
+    if codes.codes.dim() == 2:
+        return codes.dense().to(dtype), bias
+    parts = [
+        replace(codes, codes=codes.codes[i], scale=codes.scale[i], minimum=None if minimum is None else minimum[i])
+        for minimum in (codes.minimum,)
+        for i in range(len(codes.codes))
+    ]
+    return torch.stack([part.dense().to(dtype) for part in parts]), bias
+
+
+def _matmul(x: Tensor, weight: tuple[Tensor, Tensor | None], offsets: Tensor | None = None) -> Tensor:
+    values, bias = weight
+    if offsets is None:
+        return functional.linear(x, values, bias)
+    out = x.new_full((len(x), values.shape[1]), float("nan"))
+    for i, value in enumerate(values):
+        rows = slice(int(offsets[i]), int(offsets[i + 1]))
+        out[rows] = functional.linear(x[rows], value, None if bias is None else bias[i])
+    return out
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "layout", "linears", "experts"),
+    [
+        *(("llama", kind, {}, 12, 0) for kind in ("awq", "gptq-act-order", "int8-w8a8", "nvfp4", "fp8-block")),
+        ("qwen3_moe", "int4-zero", {}, 6, 3),
+        ("qwen3_moe", "fp8-block", {"tp": 2}, 6, 3),
+        ("mixtral", "nvfp4", {"tp": 2, "ep": True}, 6, 3),
+        ("gpt_oss", "mxfp4-experts", {}, 0, 3),
+        ("gpt_oss", "mxfp4-experts", {"tp": 2, "ep": True}, 0, 3),
+    ],
+)
+def test_tokens_of_few_bits(
+    family: str,
+    kind: str,
+    layout: dict[str, Any],
+    linears: int,
+    experts: int,
+    save_tiny: Callable[..., Path],
+    sharded: Callable[..., Any],
+    check_oracle: Callable[..., None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a GPU, with the products that humming-kernels makes there made by torch."""
+    monkeypatch.setattr(weight_only, "few_bits", _values)
+    monkeypatch.setattr(weight_only, "matmul", _matmul)
+    monkeypatch.setattr(quantized, "BLOCK", (64, 64))
+    monkeypatch.setitem(FORMATS["fp8-block"], "weight_block_size", [64, 64])
+    twin = save_quantized(save_tiny(family, **GROUPS_OF_32), tmp_path, kind)
+    replica = sharded(tmp_path / "quantized", plan=SurgeryPlan(few_bits=True), **layout)
+    parts = list(replica.models[0][0].module.modules())
+    assert sum(isinstance(part, WeightOnlyLinear) for part in parts) == linears
+    assert sum(isinstance(part, ExpertsOnGpu) for part in parts) == experts
+    mixed = prompts(5)
+    check_oracle(twin, mixed, replica.run(mixed, 6))

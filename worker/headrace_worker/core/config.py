@@ -108,11 +108,11 @@ class ReplicaSettings:
         Literal["fp8", "int8"] | None,
         Field(
             description="of linears and experts while an unquantized checkpoint is loaded: fp8 (on GPUs products of "
-            "8-bit numbers), or int8 in groups of 32 (on CPUs)",
+            "8-bit numbers), or int8 in groups of 32",
             json_schema_extra=flag(
                 "--quantization",
                 values="fp8|int8",
-                help="round linears and experts to 8 bits while loading; int8: on CPUs",
+                help="round linears and experts to 8 bits while loading",
             ),
         ),
     ] = None

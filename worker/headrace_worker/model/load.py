@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 
 from headrace_kernels import find_slow_backends
 from headrace_kernels.cpu import library
-from headrace_kernels.rounded import NO_PRODUCTS, Products, products_of
+from headrace_kernels.gpu import weight_only
+from headrace_kernels.rounded import NO_PRODUCTS, products_of
 from headrace_proto.errors import ModelUnsupportedError
 from headrace_worker.comm.parallel_context import SINGLE, ParallelContext
 from headrace_worker.core.config import ReplicaConfig
@@ -124,7 +125,11 @@ def load(
         weights = open_weights(source, model, sharding, gguf, names, scheme)
         bf16 = config.cpu_arithmetic == "bf16"
         products = NO_PRODUCTS if config.deterministic else products_of(place)
-        plan = plan or surgery.SurgeryPlan(deterministic=config.deterministic, bf16=bf16, products=products)
+        no_codes = "--deterministic has no products of codes" if config.deterministic else None
+        no_codes = no_codes or weight_only.missing(place, dtype)
+        plan = plan or surgery.SurgeryPlan(
+            deterministic=config.deterministic, bf16=bf16, products=products, few_bits=no_codes is None
+        )
         packed = stays_packed(plan, place, dtype)
         if bf16 and not packed:
             why = library.missing() or f"this replica runs in {dtype} on {place.type}".replace("torch.", "")
@@ -132,10 +137,20 @@ def load(
                 f"--cpu-arithmetic bf16 is for CPUs, --dtype float32 and the C++ kernels, but {why}: leave it out."
             )
         if online is not None and plan.linears:
-            _check_quantization(config, place, packed, plan.products)
+            has_product = plan.few_bits or (config.quantization == "fp8" and plan.products.outputs)
+            _check_quantization(config, place, packed, None if has_product else no_codes)
         kept = None if not packed else torch.bfloat16 if bf16 else torch.float32
         weight_bytes = fill(
-            model, weights, sharding, place, dtype, report, packed=kept, products=plan.products, online=online
+            model,
+            weights,
+            sharding,
+            place,
+            dtype,
+            report,
+            packed=kept,
+            products=plan.products,
+            few_bits=plan.few_bits,
+            online=online,
         )
         if isinstance(weights, GgufWeights) and (factors := weights.rope_factors()) is not None:
             buffers.scale_rotary(model, factors)
@@ -153,10 +168,11 @@ def load(
         warnings.append(
             "The indexer of this model is computed by torch on GPUs so far, and its steps are not recorded: it is slow."
         )
-    if scheme is not None and place.type != "cpu" and not rounded:
+    has_codes = scheme is not None or (isinstance(weights, GgufWeights) and weights.packable > 0)
+    if has_codes and place.type != "cpu" and not (rounded or plan.few_bits):
         warnings.append(
-            f"Matrices quantized by {scheme.method} are dequantized to {dtype} on this GPU, and take as much memory as "
-            "unquantized ones.".replace("torch.", "")
+            f"Quantized matrices are dequantized to {model.dtype}, and take as much memory as unquantized ones, since "
+            f"{no_codes}.".replace("torch.", "")
         )
     if bf16 and not library.has_bfloat16_products():
         warnings.append("This CPU has no products of bfloat16 (AVX512_BF16): --cpu-arithmetic exact is faster here.")
@@ -192,17 +208,11 @@ def load(
     )
 
 
-def _check_quantization(config: ReplicaConfig, place: torch.device, packed: bool, products: Products) -> None:
+def _check_quantization(config: ReplicaConfig, place: torch.device, packed: bool, no_codes: str | None) -> None:
     """Raises ModelUnsupportedError where the device does not multiply the codes that --quantization makes."""
-    method = config.quantization
+    method, why = config.quantization, no_codes
     if place.type == "cpu":
         why = None if packed else library.missing() or f"this replica runs in {config.dtype}"
-    elif method == "int8":
-        why = "int8 is multiplied on CPUs alone so far: use fp8"
-    elif config.deterministic:
-        why = "--deterministic has no products of 8-bit numbers on GPUs"
-    else:
-        why = None if products.outputs else "this GPU, or this version of torch on it, multiplies no 8-bit numbers"
     if why is not None:
         raise ModelUnsupportedError(f"--quantization {method} cannot be used, since {why}: leave it out.")
 

@@ -8,6 +8,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -23,35 +24,58 @@ from headrace_worker.model.latent import is_latent
 class PackableMatrix:
     """A weight [out, in], which is packed once, for all modules that share it.
 
-    order: [in], of the inputs that the columns of its codes belong to; None if they are in order.
+    order: [in], of the inputs that the columns of its codes belong to; None if they are in order. dtype: of the module
+    that computes with it. on_gpu: its codes are multiplied there; those of 4 bits are kept two in a byte. rounding: the
+    linears that it is of, if their inputs are rounded to 8 bits for its product.
     """
 
-    dtype = torch.float32  # of the module that computes with it
-    rounding: tuple[str, ...] = ()  # linears that it is of, if their inputs are rounded to 8 bits for its product
-
-    def __init__(self, values: Codes | Tensor, form: Form, order: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        values: Codes | Tensor,
+        form: Form,
+        order: Tensor | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+        on_gpu: bool = False,
+        rounding: tuple[str, ...] = (),
+    ) -> None:
         self.shape = values.shape
-        self.order = order
-        self.form = form
+        self.form, self.order = form, order
+        self.dtype, self.on_gpu, self.rounding = dtype, on_gpu, rounding
+        self._pairs = on_gpu and form.bits == 4
+        if self._pairs and isinstance(values, Codes):
+            values = replace(values, codes=values.codes[:, ::2] | values.codes[:, 1::2] << 4)
         self._values: Codes | Tensor | None = values
         self._packed: PackedWeight | None = None
+
+    def take(self, outputs: Tensor) -> "PackableMatrix":
+        """The matrix of these outputs, in this order."""
+        values = self.values.rows(outputs) if isinstance(self.values, Codes) else self.values[outputs]
+        return PackableMatrix(
+            values, self.form, self.order, dtype=self.dtype, on_gpu=self.on_gpu, rounding=self.rounding
+        )
 
     @property
     def nbytes(self) -> int:
         """When it is packed; until then without the padding of its outputs."""
         if self._packed is not None:
             return self._packed.data.nbytes
-        values = self.values
+        values = self._values
+        assert values is not None
         if isinstance(values, Tensor):
             return values.nbytes
         scales = values.scale.nbytes * (1 if values.minimum is None else 2)
-        return values.codes.numel() * self.form.bits // 8 + scales
+        return self.shape.numel() * self.form.bits // 8 + scales
 
     @property
     def values(self) -> Codes | Tensor:
         """Only until it is packed."""
-        assert self._values is not None
-        return self._values
+        values = self._values
+        assert values is not None
+        if self._pairs and isinstance(values, Codes):
+            codes = torch.stack([values.codes & 15, values.codes >> 4], -1).flatten(1)
+            return replace(values, codes=codes)
+        return values
 
     def dense(self) -> Tensor:
         """All values in float32."""
@@ -81,7 +105,7 @@ class PackableMatrix:
 class PackableExperts:
     """The matrices [out, in] of a parameter of routed experts: [X, out, in], or [X, in, out] if transposed.
 
-    Put into a module they are packed at once: none is merged with another, and until then a code takes a byte.
+    Put into a module on a CPU they are packed at once: none is merged with another, and until then a code takes a byte.
     """
 
     def __init__(self, matrices: list[PackableMatrix], *, transposed: bool = False) -> None:
@@ -171,24 +195,30 @@ def merge_packable(parts: Sequence[PackableMatrix]) -> PackableMatrix:
 
     Codes beside other values become float32, and so do codes of several kinds, or with columns in several orders.
     """
-    merged = _merged(parts)
-    merged.dtype = parts[0].dtype
-    if all(part.rounding for part in parts):
-        merged.rounding = tuple(name for part in parts for name in part.rounding)
-    return merged
-
-
-def _merged(parts: Sequence[PackableMatrix]) -> PackableMatrix:
     values = [part.values for part in parts]
-    form = max((part.form for part in parts), key=lambda form: form.bits)
     codes = [value for value in values if isinstance(value, Codes)]
+    form = max((part.form for part in parts), key=lambda form: form.bits)
     order = parts[0].order
-    alike = len({code.kind for code in codes}) == 1 and all(_equal(part.order, order) for part in parts)
-    if len(codes) == len(values) and alike:
-        return PackableMatrix(concatenate(codes), form, order)
-    if codes:
-        return PackableMatrix(torch.cat([part.dense() for part in parts]), Form.FLOAT32)
-    return PackableMatrix(torch.cat([value for value in values if isinstance(value, Tensor)]), form)
+    merged: Codes | Tensor
+    if not codes:
+        merged = torch.cat([value for value in values if isinstance(value, Tensor)])
+    elif (
+        len(codes) == len(values)
+        and len({code.kind for code in codes}) == 1
+        and all(_equal(part.order, order) for part in parts)
+    ):
+        merged = concatenate(codes)
+    else:
+        merged, form, order = torch.cat([part.dense() for part in parts]), Form.FLOAT32, None
+    named = all(part.rounding for part in parts)
+    return PackableMatrix(
+        merged,
+        form,
+        order,
+        dtype=parts[0].dtype,
+        on_gpu=all(part.on_gpu for part in parts),
+        rounding=tuple(name for part in parts for name in part.rounding if named),
+    )
 
 
 def _equal(order: Tensor | None, other: Tensor | None) -> bool:
@@ -226,7 +256,8 @@ def put_packable(model: nn.Module, name: str, matrix: PackableMatrix | PackableE
     owner = model.get_submodule(owner_name)
     if isinstance(matrix, PackableExperts):
         for one in matrix.matrices:
-            one.packed()
+            if not one.on_gpu:
+                one.packed()
         owner._parameters[leaf] = _no_values(matrix)
         owner.__dict__.setdefault("packable_experts", {})[leaf] = matrix.matrices
         return

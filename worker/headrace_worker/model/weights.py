@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from headrace_kernels.gpu.weight_only import can_multiply
 from headrace_kernels.packed import Codes, Form, Kind
 from headrace_kernels.rounded import NO_PRODUCTS, Products, scaled_weight
 from headrace_proto.errors import ModelLoadError
@@ -156,6 +157,7 @@ def fill(
     *,
     packed: torch.dtype | None = None,
     products: Products = NO_PRODUCTS,
+    few_bits: bool = False,
     online: CodesReader | None = None,
 ) -> int:
     """Load every parameter and persistent buffer of a rank's model; return their size in bytes.
@@ -163,8 +165,8 @@ def fill(
     Parts of other ranks are not read. Floating-point tensors are converted to `dtype`, except those that the model
     keeps in float32. Tied parameters stay one tensor. packed: of matrices of linears and embeddings codes stay
     codes, bfloat16 stays, others become this dtype, and codes of routed experts stay; None: all become `dtype`.
-    products: codes in e4m3 of linears for which the device has such a product stay, on the device.
-    online: makes codes of matrices that have none. Raises ModelLoadError as `match` does.
+    products: codes in e4m3 of linears for which the device has such a product stay, on the device; few_bits: others,
+    and those of experts. online: makes codes of matrices that have none. Raises ModelLoadError as `match` does.
     """
     sources, shared = match(model, weights, sharding)
     keep_float32: set[str] = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
@@ -179,12 +181,10 @@ def fill(
         matrix = weights.read_codes(stored, cuts)
         if matrix is None and online is not None:
             matrix = online.read(weights, name, stored, cuts)
-        if any(products) and isinstance(matrix, PackableMatrix) and can_be_packed(model, name):
-            on_device = _scaled(matrix, device, products) if type(_owner(model, name)) is nn.Linear else None
-            if on_device is not None:
-                matrix, stays = on_device, True
-                matrix.dtype = torch.float32 if strict else dtype
-                matrix.rounding = (name.rpartition(".")[0],)
+        if (any(products) or few_bits) and matrix is not None and can_be_packed(model, name):
+            on_gpu = None if strict else _on_gpu(model, name, matrix, device, dtype, products, few_bits)
+            if on_gpu is not None:
+                matrix, stays = on_gpu, True
         if matrix is not None and not stays:  # its values never exist on the host, unless that is the device
             tensor, matrix = _expand(matrix, device, torch.float32 if strict else dtype), None
         elif matrix is None:
@@ -219,15 +219,43 @@ def fill(
     return placed
 
 
-def _scaled(matrix: PackableMatrix, device: torch.device, products: Products) -> PackableMatrix | None:
-    """The same codes on the device; None unless that has a product of 8-bit numbers for them."""
-    codes = matrix.values
-    if not isinstance(codes, Codes) or codes.kind is not Kind.E4M3:
+def _on_gpu(
+    model: nn.Module,
+    name: str,
+    matrix: PackableMatrix | PackableExperts,
+    device: torch.device,
+    dtype: torch.dtype,
+    products: Products,
+    few_bits: bool,
+) -> PackableMatrix | PackableExperts | None:
+    """The same codes on the device; None unless that has products for them: of 8-bit numbers, or of few bits."""
+    owner = name.rpartition(".")[0]
+    if isinstance(matrix, PackableExperts):
+        if not few_bits or not all(_has_few_bits(one) for one in matrix.matrices):
+            return None
+        moved = [_moved(one, device, dtype) for one in matrix.matrices]
+        return PackableExperts(moved, transposed=matrix.transposed)
+    if type(model.get_submodule(owner)) is not nn.Linear or not isinstance(matrix.values, Codes):
         return None
-    codes = codes.to(device)
-    weight = scaled_weight(codes.codes, codes.scale)
-    fits = weight is not None and (products.blocks if weight.in_blocks else products.outputs)
-    return PackableMatrix(codes, matrix.form) if fits else None
+    codes = matrix.values
+    weight = scaled_weight(codes.codes, codes.scale) if codes.kind is Kind.E4M3 else None
+    rounds = weight is not None and (products.blocks if weight.in_blocks else products.outputs)
+    if not rounds and not (few_bits and can_multiply(codes)):
+        return None
+    return _moved(matrix, device, dtype, (owner,) if rounds else ())
+
+
+def _has_few_bits(matrix: PackableMatrix) -> bool:
+    return isinstance(matrix.values, Codes) and matrix.order is None and can_multiply(matrix.values)
+
+
+def _moved(
+    matrix: PackableMatrix, device: torch.device, dtype: torch.dtype, rounding: tuple[str, ...] = ()
+) -> PackableMatrix:
+    codes, order = matrix.values, matrix.order
+    assert isinstance(codes, Codes)
+    order = None if order is None else order.to(device)
+    return PackableMatrix(codes.to(device), matrix.form, order, dtype=dtype, on_gpu=True, rounding=rounding)
 
 
 def _expand(matrix: PackableMatrix | PackableExperts, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -312,10 +340,6 @@ def _match_names(model: nn.Module, stored: set[str], wanted: set[str], tied: dic
             "it belongs to another config, or is quantized in a way that is not supported."
         )
     return names
-
-
-def _owner(model: nn.Module, name: str) -> nn.Module:
-    return model.get_submodule(name.rpartition(".")[0])
 
 
 def _put(model: nn.Module, name: str, tensor: Tensor) -> None:

@@ -1,4 +1,5 @@
-"""Mixtures of experts on CPUs: each expert an MLP of packed products; routers with the same bits in any batch.
+"""Mixtures of experts. On CPUs each is an MLP of packed products, and routers have the same bits in any batch; on GPUs
+experts whose weights are codes are two products for all.
 
 Shape letters: T tokens, N hidden size, X experts, A of them that are active for a token, M inner size of one.
 """
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import headrace_kernels.ops as ops
-from headrace_kernels.packed import Form
+from headrace_kernels.gpu import weight_only
+from headrace_kernels.packed import Codes, Form, stack
 from headrace_proto.errors import ModelUnsupportedError
 from headrace_worker.model.packable import PackableLinear, PackableMatrix, is_experts
 from headrace_worker.model.surgery.mlp import FusedMlp, activation
@@ -53,6 +55,45 @@ class FusedExperts(nn.Module):
                 out[rows] = expert(hidden_states[rows // active])
         parts = (out.view(tokens, active, -1) * top_k_weights[:, :, None]).unbind(1)
         return _sum(parts).to(hidden_states.dtype)
+
+
+class ExpertsOnGpu(nn.Module):
+    """The experts of transformers' interface, of codes: two products, each of all experts, over rows in their order."""
+
+    def __init__(
+        self,
+        ups: list[PackableLinear],
+        downs: list[PackableLinear],
+        activate: Callable[[Tensor], Tensor],
+        post_norm: nn.Module | None,
+    ) -> None:
+        super().__init__()
+        self.up, self.down = (_few_bits(linears) for linears in (ups, downs))
+        self.count, self._activate, self.post_norm = len(ups), activate, post_norm
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """hidden_states [T, N], experts and their weights [T, A] -> [T, N]. The expert X is none. Shapes depend on the
+        inputs' shapes alone, so that it can be recorded.
+        """
+        tokens, active = top_k_index.shape
+        chosen, order = top_k_index.flatten().sort(stable=True)
+        offsets = torch.searchsorted(chosen, torch.arange(self.count + 1, device=chosen.device, dtype=chosen.dtype))
+        rows = weight_only.matmul(hidden_states[order // active], self.up, offsets)
+        rows = weight_only.matmul(self._activate(rows), self.down, offsets)
+        rows = rows if self.post_norm is None else self.post_norm(rows)
+        # What rows of no expert have is not computed, and may be NaN.
+        rows = torch.where((chosen < self.count)[:, None], rows, 0)
+        out = torch.empty_like(rows)
+        out[order] = rows
+        return (out.view(tokens, active, -1) * top_k_weights[:, :, None]).sum(1).to(hidden_states.dtype)
+
+
+def _few_bits(linears: list[PackableLinear]) -> weight_only.FewBits:
+    """The weights of all experts, which are codes on a GPU."""
+    matrix = linears[0].matrix
+    codes = stack([values for linear in linears if isinstance(values := linear.matrix.values, Codes)])
+    biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
+    return weight_only.few_bits(codes, matrix.form.bits, matrix.dtype, torch.stack(biases) if biases else None)
 
 
 class FusedRouter(nn.Module):
@@ -121,27 +162,51 @@ def fuse_shared_experts(module: nn.Module, _window: int, verify: bool) -> FusedS
     return fused
 
 
+def put_experts_on_gpu(module: nn.Module, _window: int, verify: bool) -> ExpertsOnGpu | None:
+    """The replacement of experts whose weights are codes on a GPU, or None."""
+    codes = getattr(module, "packable_experts", {})
+    if not is_experts(module) or not all(one.on_gpu for matrices in codes.values() for one in matrices):
+        return None
+    up_name = _up_name(module)
+    if set(codes) != {up_name, "down_proj"}:
+        return None
+    ups, downs = _linears(module, up_name), _linears(module, "down_proj")
+    post_norm = module.get_submodule("post_expert_norm") if getattr(module, "has_post_expert_norm", False) else None
+    gelu = _usual_activation(module)
+    activate = _activation_of(module) if gelu is None else ops.gelu_mul if gelu else ops.silu_mul
+    experts = ExpertsOnGpu(ups, downs, activate, post_norm)
+    return None if verify and not _computes_the_same(module, ups, downs, experts) else experts
+
+
 def _fuse_experts(module: Any, verify: bool) -> FusedExperts | None:
-    up_name = "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"
+    up_name = _up_name(module)
     codes = getattr(module, "packable_experts", {})
     dense = [getattr(module, name, None) for name in (up_name, "down_proj") if name not in codes]
     if not all(isinstance(weight, Tensor) and _can_be_packed(weight) for weight in dense):
         return None
     ups, downs = _linears(module, up_name), _linears(module, "down_proj")
-    gelu = activation(module)
-    # Not the family's own gate, which may clamp.
-    gate = getattr(getattr(type(module), "_apply_gate", None), "__name__", "")
-    usual = gate == "_default_apply_gate" and up_name == "gate_up_proj"
+    gelu = _usual_activation(module)
     post_norm = getattr(module, "has_post_expert_norm", False)
     experts: list[nn.Module] = []
     activate = _activation_of(module)
     for up, down in zip(ups, downs, strict=True):
-        plain = usual and gelu is not None and getattr(module, "is_concatenated", True)
-        expert = FusedMlp(up, down, bool(gelu)) if plain else OwnMlp(up, down, activate)
+        expert = OwnMlp(up, down, activate) if gelu is None else FusedMlp(up, down, gelu)
         experts.append(nn.Sequential(expert, module.post_expert_norm) if post_norm else expert)
-    if verify and not _computes_the_same(module, up_name, ups, downs, experts[:_VERIFIED]):
-        return None
-    return FusedExperts(experts)
+    fused = FusedExperts(experts)
+    return None if verify and not _computes_the_same(module, ups, downs, fused) else fused
+
+
+def _up_name(module: Any) -> str:
+    return "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"
+
+
+def _usual_activation(module: Any) -> bool | None:
+    """Whether gates are GELU by the tangent, or SiLU, times the other half; None if it is the family's own, which may
+    clamp.
+    """
+    gate = getattr(getattr(type(module), "_apply_gate", None), "__name__", "")
+    usual = gate == "_default_apply_gate" and _up_name(module) == "gate_up_proj"
+    return activation(module) if usual and getattr(module, "is_concatenated", True) else None
 
 
 def check_experts(model: nn.Module) -> None:
@@ -173,20 +238,17 @@ def _activation_of(module: Any) -> Callable[[Tensor], Tensor]:
     return activate
 
 
-def _computes_the_same(
-    module: Any, up_name: str, ups: list[PackableLinear], downs: list[PackableLinear], experts: list[nn.Module]
-) -> bool:
+def _computes_the_same(module: Any, ups: list[PackableLinear], downs: list[PackableLinear], fused: nn.Module) -> bool:
     """Compares the first experts with the module's own forward."""
     few = copy.copy(module)
-    few.num_experts = len(experts)
+    few.num_experts = count = min(_VERIFIED, len(ups))
     few._parameters = dict(module._parameters)
-    for name, linears in ((up_name, ups), ("down_proj", downs)):
-        stack = torch.stack([one.matrix.dense() for one in linears[: len(experts)]])
-        stack = stack.transpose(1, 2) if getattr(module, "is_transposed", False) else stack
-        few._parameters[name] = nn.Parameter(stack, requires_grad=False)
-    x = random_input(stack, TOKENS, ups[0].in_features)
-    weights, index = random_input(stack, TOKENS, len(experts)).topk(len(experts))
-    fused = FusedExperts(experts)
+    for name, linears in ((_up_name(module), ups), ("down_proj", downs)):
+        stacked = torch.stack([one.matrix.dense().to(one.matrix.dtype) for one in linears[:count]])
+        stacked = stacked.transpose(1, 2) if getattr(module, "is_transposed", False) else stacked
+        few._parameters[name] = nn.Parameter(stacked, requires_grad=False)
+    x = random_input(stacked, TOKENS, ups[0].in_features)
+    weights, index = random_input(stacked, TOKENS, count).topk(count)
     return agrees(lambda: few(x, index, weights), lambda: fused(x, index, weights))
 
 

@@ -7,12 +7,10 @@ from torch import Tensor, nn
 
 from headrace_kernels.cpu import library
 from headrace_kernels.invariant import InvariantLinear
-from headrace_kernels.packed import Codes
 from headrace_proto.errors import ModelUnsupportedError
 from headrace_worker.model.packable import (
     LeftFactor,
     PackableLinear,
-    PackableMatrix,
     PackedLinear,
     merge_packable,
     multiplies_by_weight,
@@ -44,9 +42,7 @@ def take_outputs(linear: nn.Linear, order: Tensor) -> nn.Linear:
     bias = None if linear.bias is None else linear.bias[order]
     if not isinstance(linear, PackableLinear):
         return _linear(linear.weight[order.to(linear.weight.device)], bias)
-    values = linear.matrix.values
-    taken = values.rows(order) if isinstance(values, Codes) else values[order]
-    return PackableLinear(PackableMatrix(taken, linear.matrix.form, linear.matrix.order), bias)
+    return PackableLinear(linear.matrix.take(order), bias)
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:

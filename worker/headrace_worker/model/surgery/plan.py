@@ -12,14 +12,14 @@ from headrace_kernels.cpu import library
 from headrace_kernels.rounded import NO_PRODUCTS, Products
 from headrace_worker.model.cache_layout import layer_windows
 from headrace_worker.model.packable import reads_weight
-from headrace_worker.model.surgery.experts import check_experts, fuse_experts, fuse_shared_experts
+from headrace_worker.model.surgery.experts import check_experts, fuse_experts, fuse_shared_experts, put_experts_on_gpu
 from headrace_worker.model.surgery.layers import fuse_layer
 from headrace_worker.model.surgery.linears import check_invariant, make_linear_invariant, pack_left_factor, pack_linear
 from headrace_worker.model.surgery.mlp import fuse_mlp
 from headrace_worker.model.surgery.norms import fuse_norm
 from headrace_worker.model.surgery.recurrent import fuse_delta_net
 from headrace_worker.model.surgery.rotary import fuse_rotary
-from headrace_worker.model.surgery.scaled import round_in_place, scale_linear
+from headrace_worker.model.surgery.scaled import OnGpu, round_in_place
 from headrace_worker.model.surgery.self_attention import fuse_attention
 
 
@@ -37,6 +37,7 @@ class SurgeryPlan:
     bf16: bool = False  # inputs of products with packed weights are rounded to bfloat16
     deterministic: bool = False  # linears whose rows do not depend on their batch, and no other products
     products: Products = NO_PRODUCTS  # of 8-bit numbers, that the device has
+    few_bits: bool = False  # products of weights of few bits, that the device has
 
     @staticmethod
     def none() -> "SurgeryPlan":
@@ -59,10 +60,11 @@ def apply(model: PreTrainedModel, plan: SurgeryPlan) -> list[str]:
         (plan.attention, "attentions", _Once(fuse_attention, window_of)),
         (plan.attention, "DeltaNets", _Once(fuse_delta_net, window_of)),
         (plan.mlp, "MLPs", _Once(lambda module, _window, verify: fuse_mlp(module, verify), window_of)),
+        (plan.few_bits, "experts of codes", _Once(put_experts_on_gpu, window_of)),
         (packs, "experts and routers", _Once(fuse_experts, window_of)),
         (packs, "shared experts", _Once(fuse_shared_experts, window_of)),
         (plan.layers, "layers", _Once(fuse_layer, window_of)),
-        (any(plan.products), "linears of 8 bits", partial(scale_linear, products=plan.products)),
+        (any(plan.products) or plan.few_bits, "linears of codes", OnGpu(plan.products, plan.few_bits)),
         (
             plan.linears or plan.deterministic,
             "linears",

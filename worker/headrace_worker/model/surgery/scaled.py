@@ -1,17 +1,22 @@
-"""Linears whose weights and inputs have 8 bits, on GPUs that multiply such numbers (W8A8).
+"""Linears whose weights stay codes on GPUs: products of 8-bit numbers (W8A8), or of few bits with 16 (W4A16, W8A16).
 
-Inputs are rounded to e4m3 as they come, with a scale for each token, or for each 128 of its entries where the weight is
-in blocks: by the norm or the activation that makes them where a module's replacement calls it, else before the product.
+Inputs of W8A8 are rounded to e4m3 as they come, with a scale for each token, or for each 128 of its entries where the
+weight is in blocks: by the norm or the activation that makes them where a module's replacement calls it, else before
+the product.
 """
 
+import torch
 from torch import Tensor, nn
 
 import headrace_kernels.ops as ops
+from headrace_kernels.gpu import weight_only
 from headrace_kernels.packed import Codes
 from headrace_kernels.rounded import Products, Rounded, scaled_weight
+from headrace_proto.errors import ModelLoadError
 from headrace_worker.model.packable import PackableLinear, PackableMatrix
 from headrace_worker.model.surgery.layers import FusedLayer
 from headrace_worker.model.surgery.mlp import FusedMlp
+from headrace_worker.model.surgery.verify import TOKENS, agrees, random_input
 
 
 class ScaledLinear(nn.Module):
@@ -45,15 +50,67 @@ class ScaledLinear(nn.Module):
         return f"in_features={inputs}, out_features={outputs}, weight={'blocks' if self.in_blocks else 'outputs'}"
 
 
-def scale_linear(module: nn.Module, products: Products) -> ScaledLinear | nn.Linear | None:
-    """The replacement of a linear of codes: plain, with dequantized values, where the device has no product for it."""
-    if not isinstance(module, PackableLinear) or not module.matrix.rounding:
-        return None
-    matrix, bias = module.matrix, None if module.bias is None else module.bias.detach()
-    try:
-        return ScaledLinear(matrix, bias, products)
-    except ValueError:  # merged of matrices whose scales are of several kinds
-        pass
+class WeightOnlyLinear(nn.Module):
+    """A linear with a weight of few bits, and inputs in 16."""
+
+    def __init__(self, matrix: PackableMatrix, bias: Tensor | None) -> None:
+        super().__init__()
+        codes = matrix.values
+        assert isinstance(codes, Codes)
+        self.few_bits = weight_only.few_bits(codes, matrix.form.bits, matrix.dtype, bias)
+        self.order = matrix.order
+        self.weight: Tensor | None = None
+        self.dtype = matrix.dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out]."""
+        return weight_only.matmul(x if self.order is None else x.index_select(-1, self.order), self.few_bits)
+
+    def extra_repr(self) -> str:
+        """For ``print(model)``."""
+        return f"in_features={self.few_bits.inputs}, out_features={self.few_bits.outputs}"
+
+
+class OnGpu:
+    """Replaces linears of codes: by plain ones, with dequantized values, where their device has no product for them."""
+
+    def __init__(self, products: Products, few_bits: bool) -> None:
+        self._products, self._few_bits = products, few_bits
+        self._compared: set[object] = set()
+
+    def __call__(self, module: nn.Module) -> ScaledLinear | WeightOnlyLinear | nn.Linear | None:
+        if not isinstance(module, PackableLinear) or not module.matrix.on_gpu:
+            return None
+        matrix, bias = module.matrix, None if module.bias is None else module.bias.detach()
+        codes = matrix.values
+        if matrix.rounding:
+            try:
+                return ScaledLinear(matrix, bias, self._products)
+            except ValueError:  # merged of matrices whose scales are of several kinds
+                pass
+        if self._few_bits and isinstance(codes, Codes) and weight_only.can_multiply(codes):
+            linear = WeightOnlyLinear(matrix, bias)
+            kind = (codes.shape, codes.group, codes.kind, codes.minimum is None, matrix.form)
+            if kind not in self._compared:
+                self._compared.add(kind)
+                compare_product(module, linear, matrix.dtype)
+            return linear
+        return _plain(module)
+
+
+def compare_product(linear: PackableLinear, replacement: nn.Module, dtype: torch.dtype) -> None:
+    """Raises ModelLoadError unless both compute the same up to rounding: kernels are compiled for each shape."""
+    x = random_input(torch.empty((), dtype=dtype, device=linear.matrix.device), TOKENS, linear.in_features)
+    replacement(x)  # what it raises is shown
+    if not agrees(lambda: linear(x), lambda: replacement(x)):
+        raise ModelLoadError(
+            f"humming-kernels {weight_only.REQUIRED} computes other values than torch here, for {linear.out_features} "
+            f"outputs of {linear.in_features} inputs: uninstall it, and matrices are dequantized."
+        )
+
+
+def _plain(module: PackableLinear) -> nn.Linear:
+    matrix = module.matrix
     plain = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
     plain.weight = nn.Parameter(matrix.dense().to(matrix.dtype), requires_grad=False)
     plain.bias = module.bias
