@@ -108,13 +108,19 @@ MODELS = {
     "deepseek-v2-lite": DEEPSEEK_V2_LITE,
     "tiny": TINY,
     "llama-8b-fp8": LLAMA_8B,
+    "llama-8b-fp8-cache": LLAMA_8B,
     "llama-8b-int4": LLAMA_8B,
     "tiny-fp8": TINY,
     "tiny-int4": TINY,
 }
-OPTIONS: dict[str, dict[str, Any]] = {name: {"quantization": "fp8"} for name in MODELS if name.endswith("-fp8")}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "llama-8b-fp8": {"quantization": "fp8"},
+    "llama-8b-fp8-cache": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
+    "llama-8b-int4": {"load_format": "auto"},
+    "tiny-fp8": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
+    "tiny-int4": {"load_format": "auto"},
+}
 """Of `ReplicaConfig`, beside the config."""
-OPTIONS |= {name: {"load_format": "auto"} for name in MODELS if name.endswith("-int4")}
 
 
 def write_config(name: str, folder: Path) -> Path:

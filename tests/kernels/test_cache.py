@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from headrace_kernels import AttentionMeta, catalog
-from headrace_kernels.kv_format import LARGEST, CacheFormatError
+from headrace_kernels import AttentionMeta, catalog, kv_format
+from headrace_kernels.kv_format import LARGEST, SCALE_BYTES, CacheFormatError
 from headrace_kernels.meta import HeadNorms
 from headrace_kernels.reference.elementwise import apply_rope, rms_norm
 
@@ -15,10 +15,11 @@ FORMATS = [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn]
 def _pool(
     dtype: torch.dtype, blocks: int = 6, heads: int = 2, size: int = 16, dim: int = 32
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    pool = torch.zeros(2, blocks, heads, size, dim, dtype=torch.uint8 if dtype in LARGEST else dtype)
     if dtype not in LARGEST:
-        return pool, None
-    return pool.view(dtype), torch.zeros(2, blocks, heads, size)
+        return torch.zeros(2, blocks, heads, size, dim, dtype=dtype), None
+    memory = torch.zeros(2, blocks, heads * size * (dim + SCALE_BYTES), dtype=torch.uint8)
+    name = next(name for name, each in kv_format.FORMATS.items() if each is dtype)
+    return kv_format.split(memory, heads, size, name)
 
 
 def _plain(pool: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:

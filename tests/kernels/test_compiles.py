@@ -10,8 +10,11 @@ import pytest
 
 from headrace_kernels import catalog
 
-# Instructions of a warp, and of which loop: over tiles of 32 keys of latents, and over tokens (8 of a convolution).
+# Instructions of a warp, and of which loop: over tiles of 32 keys of latents, of 128 keys of 8 bits (by four warps;
+# those with masks), and over tokens (8 of a convolution).
 LOOPS = {
+    ("decode of e4m3", "attend"): 1050,
+    ("decode of int8", "attend"): 1150,
     ("latents of 128 heads", "attend"): 1150,
     ("latents of 16 heads", "attend"): 600,
     ("states", "causal_conv"): 520,

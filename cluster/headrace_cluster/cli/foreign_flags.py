@@ -12,7 +12,6 @@ _ALWAYS = "this is always on; leave it out"
 _OF_MODEL = "it comes with the model; leave it out"
 _PLACED = "placement has no weights and follows the KV caches by itself; leave it out"
 _SESSIONS = "--policy session, with the id in the header that --session-header names"
-_DTYPE = "the KV cache has the model's type; leave it out"
 
 # By name: our flag, or a sentence if there is none.
 _NAMES = {
@@ -53,7 +52,7 @@ _NAMES = {
     ("--disable-log-requests", "--enable-log-requests", "--log-requests"): "requests are not logged; leave it out",
     ("--enable-lora", "--lora-modules", "--lora-paths", "--lora"): "LoRA adapters are not supported",
     ("--download-dir",): "the variable HF_HOME names the folder for downloads",
-    ("--kv-cache-dtype", "--cache-type-k", "--cache-type-v"): _DTYPE,
+    ("--cache-type-k", "--cache-type-v"): "--kv-cache-dtype fp8 or int8, of keys and values",
     ("--disaggregation-mode", "--pd-disaggregation"): "--prefill N --decode M",
     ("--kv-transfer-config", "--disaggregation-transfer-backend"): (
         "KV blocks move by NIXL between all replicas; leave it out, or --kv-transfer BACKEND[:DEVICES] (pools: "

@@ -130,7 +130,9 @@ class _Launch:
         softcap: float,
         sinks: Tensor | None,
     ) -> None:
-        self.query, self.meta, self.quant = rows(query), meta, quant
+        self.query, self.meta = rows(query), meta
+        self.compute = _compute_dtype(query.dtype, keys.dtype, quant > 0)
+        self.quant = _by_instructions(quant) if self.compute is tl.float16 else quant
         self.parts = keys, values, key_scales, value_scales
         self.tokens, self.heads, _ = query.shape
         self.head_dim = values.shape[3]
@@ -143,10 +145,10 @@ class _Launch:
             self.kv_heads = next(n for n in range(2, self.heads + 1) if not self.heads % n and self.heads // n <= most)
             key_head = value_head = 0
         self.tables = rows(meta.block_tables)
-        # Of one query token or head, table row, block, head and position, and of the scales of a block.
+        # Of one query token or head, table row, block, head and position, and of the scales of a block and a head.
         self.strides = (
             self.query.stride(0), self.query.stride(1), self.tables.stride(0), key_block, key_head, key_slot,
-            value_block, value_head, value_slot, key_scales.stride(0) if quant else 0,
+            value_block, value_head, value_slot, *((key_scales.stride(0), key_scales.stride(1)) if quant else (0, 0)),
         )  # fmt: skip
         self.shared = quant == 0 and keys.data_ptr() == values.data_ptr() and keys.stride() == values.stride()
         self.group = self.heads // self.kv_heads
@@ -157,7 +159,6 @@ class _Launch:
         self.table_rows = meta.table_rows
         if self.table_rows is None:
             self.table_rows = torch.arange(self.sequences, dtype=torch.int32, device=query.device)
-        self.compute = _compute_dtype(query.dtype, keys.dtype)
         self.out = torch.empty(self.tokens, self.heads, self.head_dim, dtype=query.dtype, device=query.device)
 
     def run(self) -> Tensor:
@@ -299,10 +300,24 @@ def _small_memory() -> bool:
     return int(properties.shared_memory_per_block_optin) < 150 << 10
 
 
-def _compute_dtype(query: torch.dtype, pool: torch.dtype) -> object:
-    """The operands' dtype of the products: the query's, or float32 if the pool has another floating dtype."""
+@functools.cache
+def _by_instructions(quant: int) -> int:
+    """The kernels' code for a format whose numbers the device converts itself."""
+    if quant == 0 or interpreted():
+        return quant
+    if quant == 1:
+        return 4
+    return 3 if not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 9) else quant
+
+
+def _compute_dtype(query: torch.dtype, pool: torch.dtype, of_8_bits: bool) -> object:
+    """The operands' dtype of the products: the query's, float32 if the pool has another floating dtype, and float16,
+    which has all of their values, if it has 8 bits.
+    """
     if query is torch.float32 or (pool in FLOATS and pool is not query):
         return tl.float32
+    if of_8_bits:
+        return tl.float16
     if query is torch.bfloat16:
         # The interpreter multiplies bfloat16 as if it were integers.
         return tl.float32 if interpreted() else tl.bfloat16
@@ -322,7 +337,7 @@ def _short_tiles(launch: _Launch) -> Tiles:
         return _tiles(launch, 16, 32, 8, 2)
     if launch.padded > 128:
         return _tiles(launch, 16, 64, 8, 2)
-    return _tiles(launch, 16, 64, 8 if launch.quant else 4, 3)
+    return _tiles(launch, 16, 128 if launch.quant else 64, 4, 3)
 
 
 def _long_tiles(launch: _Launch) -> Tiles:

@@ -9,7 +9,7 @@ from torch import Tensor
 from headrace_kernels.arguments import check_norm, check_rope, check_write
 from headrace_kernels.gpu.availability import launches_early
 from headrace_kernels.gpu.kernels import cache as kernels
-from headrace_kernels.gpu.tensors import FLOATS, halves, power_of_2, quantization, rows
+from headrace_kernels.gpu.tensors import FLOATS, halves, power_of_2, quantization, rows, scale_strides
 from headrace_kernels.meta import HeadNorms
 from headrace_kernels.reference import cache as reference
 
@@ -30,7 +30,7 @@ def write_kv(key: Tensor, value: Tensor, pool: Tensor, slots: Tensor, kv_scale: 
     kernels.write_kv[(tokens, 2)](
         key, value, *halves(pool, kv_scale), slots.contiguous(),
         key.stride(0), key.stride(1), value.stride(0), value.stride(1),
-        block, head, slot, 0 if kv_scale is None else kv_scale.stride(1),
+        block, head, slot, *scale_strides(kv_scale),
         kv_heads, power_of_2(kv_heads), head_dim, power_of_2(head_dim), pool.shape[3], quantization(pool),
         num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
@@ -85,7 +85,7 @@ def rope_write_kv(
     kernels.rope_write_kv[(tokens, 3)](
         out, query, key, value, cos, sin, *weights, *halves(pool, kv_scale), slots.contiguous(),
         query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
-        cos.stride(0), sin.stride(0), block, head, slot, 0 if kv_scale is None else kv_scale.stride(1),
+        cos.stride(0), sin.stride(0), block, head, slot, *scale_strides(kv_scale),
         0.0 if norms is None else norms.eps,
         heads, power_of_2(heads), kv_heads, power_of_2(kv_heads), head_dim, power_of_2(head_dim),
         half, power_of_2(half), power_of_2(head_dim - 2 * half), pool.shape[3], quantization(pool),

@@ -32,3 +32,8 @@ def halves(pool: Tensor, kv_scale: Tensor | None) -> tuple[Tensor, Tensor, Tenso
         pool = pool.view(torch.uint8)
     keys, values = pool[0], pool[1]
     return (keys, values, keys, values) if kv_scale is None else (keys, values, kv_scale[0], kv_scale[1])
+
+
+def scale_strides(kv_scale: Tensor | None) -> tuple[int, int]:
+    """From one block to the next, and from one head to the next."""
+    return (0, 0) if kv_scale is None else (kv_scale.stride(1), kv_scale.stride(2))

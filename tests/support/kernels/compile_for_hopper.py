@@ -19,7 +19,7 @@ from headrace_kernels.gpu import attention, cache, draw, elementwise, recurrent,
 from headrace_kernels.gpu.availability import EARLY_SWITCH, launches_early
 from headrace_kernels.meta import HeadNorms, StateMeta
 
-LOOPS = ("states", "latents of 128 heads", "latents of 16 heads")
+LOOPS = ("states", "latents of 128 heads", "latents of 16 heads", "decode of e4m3", "decode of int8")
 TOKENS, HEADS, KV_HEADS, SIZE, HIDDEN = 64, 32, 8, 16, 4096
 facts: list[dict[str, object]] = []
 label = ""
@@ -201,6 +201,8 @@ if __name__ == "__main__":
     _attend("decode", 1, 128, half, half)
     _attend("prefill", 2048, 128, half, half)
     _attend("ordered", 2048, 128, half, half, deterministic=True)
+    _attend("decode of e4m3", 1, 128, torch.float8_e4m3fn, half)
+    _attend("decode of int8", 1, 128, torch.int8, half)
     _attend("8 bits", 64, 128, torch.float8_e4m3fn, half)
     sinks = torch.zeros(HEADS, dtype=half)
     _attend("everything", 64, 256, torch.int8, half, window=512, softcap=50.0, sinks=sinks)

@@ -114,6 +114,22 @@ def test_next_turns_start_from_states_in_host_memory(
         assembly.transfers.stop()
 
 
+def test_blocks_of_8_bits_come_back_with_their_scales(save_tiny: Callable[..., Path]) -> None:
+    options = OPTIONS | {"kv_cache_memory": 100 * BLOCK_BYTES * 20 // 64, "kv_cache_dtype": "fp8"}
+    assembly = assemble(replica_config(save_tiny("llama"), **options), transfers=True)
+    try:
+        offload = assembly.engine.exchange.offload
+        offload.limits = OffloadLimits(least_seconds=60.0)
+        many = prompts(14)
+        first = [done for prompt in many for done in serve(assembly, [prompt], 4)]
+        offload.load_pace = Pace(offload.clock)  # not known: else these few layers are computed
+        (again,) = serve(assembly, many[:1], 4)
+        assert again.cached_tokens == 88 and again.token_ids == first[0].token_ids
+    finally:
+        assert assembly.transfers is not None
+        assembly.transfers.stop()
+
+
 def test_host_memory_is_divided() -> None:
     layout = CacheLayout(16, (CacheGroupSpec(0, (0,), 1, 8),), 4, (StateSpec(1, "recurrent", (64, 64)),))
     assert host_slots(1 << 20, layout, None) == HostSlots(512, 32)

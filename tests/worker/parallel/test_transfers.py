@@ -98,6 +98,20 @@ def test_tokens_through_prefill_and_decode(
     wait_until_idle(from_source, from_target)
 
 
+@pytest.mark.parametrize(("source", "target"), [((1, 1), (2, 1)), ((2, 1), (1, 2))])
+def test_keys_and_values_of_8_bits_move_with_their_scales(
+    source: tuple[int, int], target: tuple[int, int], pair: Callable[..., Any], save_tiny: Callable[..., Path]
+) -> None:
+    folder = save_tiny("llama")
+    (prefill, _), (from_source, from_target) = pair(source, target, folder, kv_cache_dtype="fp8")
+    mixed = prompts(8, seed=2)
+    alone = [from_source.submit(prompt, 8).wait().token_ids for prompt in mixed]
+    moved = [from_target.submit(prompt, 8, prefill.address).wait().token_ids for prompt in mixed]
+    counters = from_target.load.counters
+    assert counters.fetches >= 6 and counters.fetches_failed == 0
+    assert sum(one == other for one, other in zip(alone, moved, strict=True)) >= 7  # a bit may round to another number
+
+
 @pytest.mark.parametrize(
     ("family", "source", "target"),
     [

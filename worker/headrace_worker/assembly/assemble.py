@@ -194,7 +194,7 @@ def assemble(
         model.layout,
         size.num_blocks,
         BlockHasher(cache_key),
-        ModelScope(config.model, model.source.revision, model.arithmetic, model.dtype_name),
+        ModelScope(config.model, model.source.revision, model.arithmetic, model.kv_dtype_name),
         size.state_slots,
         part.max_num_seqs,
     )

@@ -92,9 +92,7 @@ def slot_parts(
     memory: Mapping[int, LayerCache], layers: tuple[tuple[int, ...], ...]
 ) -> Callable[[int, int], list[memoryview]]:
     """The bytes of a slot of a cache group: keys and values of each layer. memory: by layer. layers: by cache group."""
-    by_group = [
-        [part.flatten(1).view(torch.uint8) for layer in group for part in memory[layer].parts] for group in layers
-    ]
+    by_group = [[part.view(torch.uint8) for layer in group for part in memory[layer].memory] for group in layers]
     arrays = [[part.numpy() for part in parts] for parts in by_group]
     return lambda group, slot: [memoryview(part[slot]) for part in arrays[group]]
 

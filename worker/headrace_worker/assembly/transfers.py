@@ -58,7 +58,9 @@ def open_transfers(
     """
     rank = team.topology.rank if team is not None else 0
     size, parts = model.dtype.itemsize, model.layout.state_parts
-    shards = kv_shards(model.config, model.dtype_name, config.block_size, size, config.tp, config.pp, parts)
+    shards = kv_shards(
+        model.config, model.kv_dtype_name, config.block_size, size, config.tp, config.pp, parts, model.layout.kv_format
+    )
     agent: KvAgent | None = None
     reason = ""
     host: dict[int, LayerCache] = {}
@@ -128,7 +130,7 @@ def _with_memory(
     if agent is None:
         return shard
     blocks = len(shard.groups) - len(state_tensors(parts))
-    tensors = [[caches[layer].parts for layer in group.layers] for group in shard.groups[:blocks]]
+    tensors = [[caches[layer].memory for layer in group.layers] for group in shard.groups[:blocks]]
     addresses = tuple(tuple(tuple(part.data_ptr() for part in layer) for layer in group) for group in tensors)
     strides = tuple(tuple(part.stride(0) * part.itemsize for part in group[0]) if group else () for group in tensors)
     of_states = state_memory(parts, shard.groups[blocks:], states)

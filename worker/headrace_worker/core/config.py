@@ -59,6 +59,13 @@ class ReplicaSettings:
             json_schema_extra=flag("--dtype", help="format of weights and KV cache"),
         ),
     ] = "auto"
+    kv_cache_dtype: Annotated[
+        Literal["auto", "fp8", "int8"],
+        Field(
+            description="of keys and values, with a scale for each token and head; auto: that of the model",
+            json_schema_extra=flag("--kv-cache-dtype", values="auto|fp8|int8", help="format of keys and values"),
+        ),
+    ] = "auto"
     load_format: Annotated[
         LoadFormat,
         Field(

@@ -26,13 +26,16 @@ class CacheGroupSpec(Struct, frozen=True):
     window: int = 0  # tokens a query attends to, itself included; 0 = all
     value_dim: int | None = None  # as keys; 0 = contained in the keys
     share: int = 1  # layers in one slot
+    scale_bytes: int = 0  # with a cache of 8 bits: beside the keys of a head, and beside its values
     first_head: int = 0  # of the model's KV heads
 
     @property
     def entries(self) -> tuple[int, int]:
-        """Numbers of the keys and of the values of a token in a layer."""
+        """Numbers of the keys and of the values of a token in a layer; with scales, bytes."""
         values = self.head_dim if self.value_dim is None else self.value_dim
-        return self.num_kv_heads * self.head_dim, self.num_kv_heads * values
+        sizes = (size + self.scale_bytes if size else 0 for size in (self.head_dim, values))
+        keys, values = (self.num_kv_heads * size for size in sizes)
+        return keys, values
 
     @property
     def heads(self) -> tuple[int, int]:
@@ -76,9 +79,10 @@ class CacheLayout(Struct, frozen=True):
 
     block_size: int
     groups: tuple[CacheGroupSpec, ...]
-    element_bytes: int
+    element_bytes: int  # of the model's dtype
     states: tuple[StateSpec, ...] = ()
     state_parts: tuple[StatePart, ...] = ()  # of each layer with states, in the whole model
+    kv_format: str = ""  # of keys and values of 8 bits: int8 or fp8
 
     @property
     def slots(self) -> int:
@@ -99,6 +103,11 @@ class CacheLayout(Struct, frozen=True):
         return sum(state.size(self.element_bytes) for state in self.states)
 
     @property
+    def entry_bytes(self) -> int:
+        """Bytes of a number of keys and values."""
+        return 1 if self.kv_format else self.element_bytes
+
+    @property
     def block_bytes(self) -> int:
         """Bytes of one block over all slots, keys and values."""
-        return self.slots * self.block_size * sum(self.slot_entries) * self.element_bytes
+        return self.slots * self.block_size * sum(self.slot_entries) * self.entry_bytes

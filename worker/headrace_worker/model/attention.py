@@ -44,12 +44,14 @@ class LayerCache:
     parts: tuple[Tensor, ...]  # keys [B, K, P, D] and values [B, K, P, E]; latents [B, 1, P, L + R + I] alone
     window: int  # 0 = all
     pool: Tensor | None = None  # [2, B, K, P, D], both parts; None where their sizes differ
+    kv_scale: Tensor | None = None  # [2, B, K, P], of a pool of 8 bits
     stores: bool = True  # False: they are those of an earlier layer
+    memory: tuple[Tensor, ...] = ()  # of the parts, with their scales [B, N]
 
     @classmethod
     def of(cls, group: int, pool: Tensor, window: int) -> Self:
         """Keys and values [2, B, K, P, D] of equal sizes."""
-        return cls(group, (pool[0], pool[1]), window, pool)
+        return cls(group, (pool[0], pool[1]), window, pool, memory=(pool[0].flatten(1), pool[1].flatten(1)))
 
 
 @dataclass(slots=True)
@@ -154,16 +156,16 @@ def attend(
             raise StepContextError(
                 f"Layer {layer} was fused, which its cache does not allow: this is a bug, report it."
             )
-        query = ops.rope_write_kv(query, key, value, *rope, pool, meta.slots, norms=norms)
+        query = ops.rope_write_kv(query, key, value, *rope, pool, meta.slots, cache.kv_scale, norms)
     elif cache.stores and pool is not None:
-        ops.write_kv(key, value, pool, meta.slots)
+        ops.write_kv(key, value, pool, meta.slots, cache.kv_scale)
     elif cache.stores:
         for rows, part in zip((key, value), cache.parts, strict=True):
             ops.write_part(rows, part, meta.slots)
     if step.written is not None and cache.stores:
         step.written(layer, value)
     if pool is not None:
-        return ops.paged_attention(query, pool, meta, **options)
+        return ops.paged_attention(query, pool, meta, kv_scale=cache.kv_scale, **options)
     keys, values = cache.parts
     return ops.uneven_attention(query, keys, values, meta, **options)
 

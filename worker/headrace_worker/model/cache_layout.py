@@ -3,11 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
+from headrace_kernels.kv_format import SCALE_BYTES
 from headrace_proto.errors import ModelUnsupportedError
 from headrace_worker.comm.parallel_context import SINGLE, ParallelContext
 from headrace_worker.core.layout import CacheGroupSpec, CacheLayout, StateSpec
 from headrace_worker.model.config_sizes import config_size, layer_sizes
-from headrace_worker.model.refusals import ATTENTION_TYPES, check_layer_types
+from headrace_worker.model.refusals import ATTENTION_TYPES, check_equal_sizes, check_layer_types
 from headrace_worker.model.sharding.places import KvShape, kv_shapes, stage_layers
 
 Kind = tuple[int, KvShape]  # window (0 = all), what is cached
@@ -19,15 +20,19 @@ def cache_layout(
     element_bytes: int,
     parallel: ParallelContext = SINGLE,
     states: tuple[StateSpec, ...] = (),
+    kv_format: str = "",
 ) -> CacheLayout:
     """Derive a rank's layout from a transformers text config.
 
     All ranks have the same groups, since a block belongs to a group on all of them; a group's layers are those of the
     rank's stage, and with several stages there may be fewer of them than the pool has slots, or none.
 
-    states: of its layers with recurrent state. Raises ModelUnsupportedError for layers of unknown kinds.
+    states: of its layers with recurrent state. kv_format: of 8 bits, or none. Raises ModelUnsupportedError for layers
+    of unknown kinds.
     """
     kinds = layer_kinds(config)
+    if kv_format:
+        check_kv_format(config)
     stages = stage_layers(len(kinds), parallel.pp_size)
     counts = {
         kind: [kinds[first:stop].count(kind) for first, stop in stages]
@@ -53,9 +58,15 @@ def cache_layout(
                     value_dim=None if shape.value == shape.key else shape.value,
                     share=shares[shape],
                     first_head=start,
+                    scale_bytes=SCALE_BYTES if kv_format else 0,
                 )
             )
-    return CacheLayout(block_size, tuple(groups), element_bytes, states)
+    return CacheLayout(block_size, tuple(groups), element_bytes, states, kv_format=kv_format)
+
+
+def check_kv_format(config: Any) -> None:
+    """Raises ModelUnsupportedError for a model whose keys and values cannot have 8 bits."""
+    check_equal_sizes(all(kind is None or kind[1].key == kind[1].value for kind in layer_kinds(config)))
 
 
 def _shares(shapes: list[KvShape]) -> dict[KvShape, int]:

@@ -17,7 +17,14 @@ from headrace_worker.model.gguf_tensors import check_tensors, packed_bytes
 from headrace_worker.model.gguf_tokenizer import check_gguf_tokenizer
 from headrace_worker.model.json_files import read_object
 from headrace_worker.model.quantized.config import check_online, read_scheme, with_quantization
-from headrace_worker.model.refusals import check_config_file, check_limits, check_recurrent, check_rope, text_fields
+from headrace_worker.model.refusals import (
+    check_config_file,
+    check_equal_sizes,
+    check_limits,
+    check_recurrent,
+    check_rope,
+    text_fields,
+)
 from headrace_worker.model.safetensors_files import TEXT_PARTS, count_elements, open_files
 from headrace_worker.model.source import ModelSource
 from headrace_worker.model.tokenizer_files import check_tokenizer_file, has_tokenizer
@@ -48,14 +55,15 @@ def read_headers(source: ModelSource, *, trust_remote_code: bool = False) -> Hea
 
 
 def check_options(config: ReplicaConfig, headers: Headers) -> None:
-    """Raises ModelUnsupportedError for a max_model_len or quantization that the model does not support, as far as its
-    files show.
+    """Raises ModelUnsupportedError for a max_model_len, quantization or format of the cache that the model does not
+    support, as far as its files show.
     """
     check_online(config.quantization, headers.quantized_by)
     fields = SimpleNamespace(**{"model_type": ""} | headers.config)
     check_rope(fields, config.max_model_len)
     check_limits(fields, config.max_model_len)
     check_recurrent(fields, config)
+    check_equal_sizes(config.kv_cache_dtype == "auto" or not headers.config.get("kv_lora_rank"))
     if "max_position_embeddings" in headers.config:
         request_limit(config.max_model_len, max_positions(SimpleNamespace(**headers.config)))
 

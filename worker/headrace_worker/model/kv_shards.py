@@ -23,6 +23,7 @@ def kv_shards(
     tp: int,
     pp: int,
     parts: tuple[StatePart, ...] = (),
+    kv_format: str = "",
 ) -> KvShards:
     """The shards of all ranks of a replica, in rank order, from a transformers text config; without their memory.
 
@@ -36,8 +37,9 @@ def kv_shards(
         keeping = tuple(layer for layer in range(first, stop) if parts and kinds[layer] in STATE_TYPES)
         for place in range(tp):
             layout = cache_layout(
-                config, block_size, element_bytes, ParallelContext(IsolatedRank(place, tp), stage, pp)
-            )
+                config, block_size, element_bytes, ParallelContext(IsolatedRank(place, tp), stage, pp),
+                kv_format=kv_format,
+            )  # fmt: skip
             groups = [GroupShard(group.layers, group.heads) for group in layout.groups]
             groups += [GroupShard(keeping, unit_span(units, place, tp)) for units in tensors]
             ranks.append(RankShard(tuple(groups)))
@@ -45,7 +47,7 @@ def kv_shards(
     kv_groups = []
     for group in layout.groups:
         sizes = (entry // group.num_kv_heads for entry in group.entries if entry)
-        kv_groups.append(KvGroup(group.window, tuple(block_size * size * element_bytes for size in sizes)))
+        kv_groups.append(KvGroup(group.window, tuple(block_size * size * layout.entry_bytes for size in sizes)))
     for found in tensors.values():
         sizes = (part.sections[section][1] * part.entry_bytes(element_bytes) for part, _, section in found)
         kv_groups.append(KvGroup(STATE_WINDOW, tuple(sizes)))

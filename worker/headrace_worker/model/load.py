@@ -65,6 +65,11 @@ class LoadedModel:
         return str(self.dtype).removeprefix("torch.")
 
     @property
+    def kv_dtype_name(self) -> str:
+        """Of keys and values."""
+        return self.layout.kv_format or self.dtype_name
+
+    @property
     def arithmetic(self) -> str:
         """Models with another one compute other keys and values of the same tokens."""
         online = f"/online-{self.quantization}" if self.quantization else ""
@@ -116,7 +121,8 @@ def load(
         unit = scheme.unit if scheme is not None else online.unit if online is not None else 1
         sharding = shard(model, parallel, place, unit)
         states = recurrent.redirect(model, parallel) if parts else ()
-        layout = cache_layout(model.config, config.block_size, dtype.itemsize, parallel, states)
+        kv_format = "" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+        layout = cache_layout(model.config, config.block_size, dtype.itemsize, parallel, states, kv_format)
         layout = msgspec.structs.replace(layout, state_parts=parts)
         if layout.groups[0].value_dim == 0:
             latent.redirect(model, sum(len(group.layers) for group in layout.groups))
@@ -160,10 +166,12 @@ def load(
         check_filled(model)
         sharding.connect(model)
         if plan.joined:
-            notes.append(str(surgery.join_layers(model, plan.native)))
+            notes.append(str(surgery.join_layers(model, plan.native and not kv_format)))
         facts = facts_job.result()
         facts = replace(facts, defaults=facts.defaults | config.defaults)
     warnings = find_slow_backends() if place.type == "cpu" else []
+    if place.type == "cpu" and kv_format:
+        warnings.append(f"Attention over keys and values in {kv_format} is computed by torch on CPUs: it is slow.")
     if place.type != "cpu" and getattr(text, "index_topk", None):
         warnings.append(
             "The indexer of this model is computed by torch on GPUs so far, and its steps are not recorded: it is slow."

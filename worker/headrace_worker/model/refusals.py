@@ -317,6 +317,15 @@ def check_limits(config: Any, max_model_len: int | None) -> None:
             )
 
 
+def check_equal_sizes(equal: bool) -> None:
+    """Of keys and values, for a cache of 8 bits. Raises ModelUnsupportedError."""
+    if not equal:
+        raise ModelUnsupportedError(
+            "--kv-cache-dtype is for keys and values of equal sizes, and this model caches latents, or larger keys: "
+            "leave it out."
+        )
+
+
 def known_families() -> frozenset[str]:
     """The model types that transformers has a config for; empty where they cannot be read."""
     return frozenset(_table("auto_mappings.py", "CONFIG_MAPPING_NAMES")) | causal_families()

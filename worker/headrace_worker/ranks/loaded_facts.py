@@ -22,7 +22,8 @@ def loaded_facts(config: ReplicaConfig, model: LoadedModel) -> dict[str, str]:
     return packages | {
         "revision of the model": model.source.revision,
         "content of the model's files": model.source.digest,
-        "format of weights and cache": model.arithmetic,
+        "format of weights": model.arithmetic,
+        "format of keys and values": model.kv_dtype_name,
         "layout": f"tp {config.tp}, pp {config.pp}, {'whole' if config.ep else 'divided'} experts, "
         f"blocks of {model.layout.block_size}",
         "deterministic computation": str(config.deterministic),

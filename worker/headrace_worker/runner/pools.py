@@ -10,6 +10,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from headrace_kernels import kv_format
 from headrace_proto.errors import MemoryTooSmallError
 from headrace_worker.core.layout import CacheGroupSpec, CacheLayout
 from headrace_worker.model.attention import LayerCache
@@ -50,10 +51,11 @@ class KVPools:
 def make_pools(layout: CacheLayout, num_blocks: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """Zeroed memory of each slot: keys and values [2, blocks, N], or of different sizes, each [1, blocks, N].
 
-    N: numbers in a block. Raises MemoryTooSmallError.
+    N: numbers in a block; with a cache of 8 bits, its bytes. Raises MemoryTooSmallError.
     """
     keys, values = (size * layout.block_size for size in layout.slot_entries)
     shapes = [(2, num_blocks, keys)] if keys == values else [(1, num_blocks, size) for size in (keys, values) if size]
+    dtype = torch.uint8 if layout.kv_format else dtype
     try:
         return [_zeros(shape, dtype, device) for _ in range(layout.slots) for shape in shapes]
     except (RuntimeError, OSError) as error:  # torch.OutOfMemoryError is a RuntimeError
@@ -114,12 +116,18 @@ def _layer_cache(layout: CacheLayout, pools: list[Tensor], group: CacheGroupSpec
     slot, place = divmod(place, group.share)
     tensors = pools[slot * len(pools) // layout.slots : (slot + 1) * len(pools) // layout.slots]
     parts = [half for tensor in tensors for half in tensor]  # keys, then values unless they are in the keys
-    views = []
-    for part, size in zip(parts, (size * layout.block_size for size in group.entries if size), strict=True):
-        view = part[:, place * size : (place + 1) * size]
-        views.append(view.unflatten(1, (group.num_kv_heads, layout.block_size, -1)))
-    pool = None
-    if len(tensors) == 1 and len(views) == 2 and views[0].shape == views[1].shape:
-        size = views[0][0].numel()
-        pool = tensors[0][..., place * size : (place + 1) * size].view(2, -1, *views[0].shape[1:])
-    return LayerCache(group.index, tuple(views), group.window, pool)
+    sizes = [size * layout.block_size for size in group.entries if size]
+    memory = tuple(
+        part[:, place * size : (place + 1) * size] for part, size in zip(parts, sizes, strict=True)
+    )  # [B, N] each
+    shape = group.num_kv_heads, layout.block_size, -1
+    both = None
+    if len(tensors) == 1 and len(sizes) == 2 and sizes[0] == sizes[1]:
+        both = tensors[0][..., place * sizes[0] : (place + 1) * sizes[0]]
+    if layout.kv_format:
+        assert both is not None  # `check_kv_format` refuses others
+        pool, scale = kv_format.split(both, group.num_kv_heads, layout.block_size, layout.kv_format)
+        return LayerCache(group.index, (pool[0], pool[1]), group.window, pool, scale, memory=memory)
+    views = tuple(part.view(len(part), *shape) for part in memory)
+    whole = None if both is None else both.view(*both.shape[:2], *shape)
+    return LayerCache(group.index, views, group.window, whole, memory=memory)

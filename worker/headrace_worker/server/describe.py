@@ -20,8 +20,8 @@ def describe(assembly: Assembly, config: ReplicaConfig, boot_id: bytes, cache_ke
         boot_id=boot_id,
         model=config.model,
         revision=model.source.revision,
-        dtype=model.dtype_name,
-        kv_dtype=model.dtype_name,
+        dtype=model.arithmetic,  # as in the block hashes of its engine
+        kv_dtype=model.kv_dtype_name,
         kv_layout=_layout_message(model.layout, assembly.size.state_slots > 1),
         role=config.role.number,
     )

@@ -18,7 +18,7 @@ def attend(
     out, pieces, counters, part_mixed, part_peak, part_total, query, keys, values, key_scales, value_scales, sinks,
     query_starts, seq_lens, tables, table_rows, scale, softcap, window, num_seqs, num_tokens,
     query_token, query_head, table_stride, block_stride, head_stride, slot_stride, value_block, value_head, value_slot,
-    scale_block_stride,
+    scale_block_stride, scale_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, REST: tl.constexpr,
     REST_PAD: tl.constexpr, SHARED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TILE_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ZERO_TAIL: tl.constexpr,
@@ -73,13 +73,14 @@ def attend(
     keys += kv_head.to(tl.int64) * head_stride
     values += kv_head.to(tl.int64) * value_head
     if QUANT:
-        key_scales += kv_head * BLOCK_SIZE
-        value_scales += kv_head * BLOCK_SIZE
+        key_scales += kv_head * scale_head
+        value_scales += kv_head * scale_head
     mixed, peak, total = attend_tiles(
-        q, q_rest, position, first_tile, end_tile, low, end, table, keys, values, key_scales, value_scales, scale,
-        softcap, window, block_stride, slot_stride, value_block, value_slot, scale_block_stride,
+        q, q_rest, position, seq_len - query_len + first, seq_len - query_len + last, first_tile, end_tile, low, end,
+        table, keys, values, key_scales, value_scales, scale, softcap, window, block_stride, slot_stride, value_block,
+        value_slot, scale_block_stride,
         HEAD_DIM, D_PAD, REST, REST_PAD, BLOCK_SIZE, BLOCK_M, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, SHARED, QUANT,
-        COMPUTE, PRECISION,
+        COMPUTE, PRECISION, QUANT > 0,
     )  # fmt: skip
     if count > 1:
         part = (slot.to(tl.int64) * heads + kv_head) * BLOCK_M + row

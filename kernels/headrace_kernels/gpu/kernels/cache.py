@@ -26,7 +26,7 @@ def as_stored(x, scale, target, QUANT: tl.constexpr):
 
 @triton.jit
 def store_heads(
-    source, source_head, pool, scales, slot, block_stride, head_stride, slot_stride, scale_block_stride,
+    source, source_head, pool, scales, slot, block_stride, head_stride, slot_stride, scale_block_stride, scale_head,
     KV_HEADS: tl.constexpr, K_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, QUANT: tl.constexpr,
 ):  # fmt: skip
@@ -40,7 +40,7 @@ def store_heads(
     scale = tl.full([K_PAD], 1.0, tl.float32)
     if QUANT:
         scale = head_scale(tl.max(tl.abs(x), 1), tl.sum(x * 0.0, 1), QUANT)
-        tl.store(scales + block * scale_block_stride + h * BLOCK_SIZE + offset, scale, mask=h < KV_HEADS)
+        tl.store(scales + block * scale_block_stride + h * scale_head + offset, scale, mask=h < KV_HEADS)
     into = pool + block * block_stride + offset * slot_stride + (h * head_stride)[:, None] + d[None, :]
     tl.store(into, as_stored(x, scale, pool, QUANT), mask=mask)
 
@@ -113,7 +113,7 @@ def rotate_heads(
 @triton.jit
 def store_rotated(
     source, source_head, cos, sin, weight, eps, pool, scales, slot, block_stride, head_stride, slot_stride,
-    scale_block_stride,
+    scale_block_stride, scale_head,
     KV_HEADS: tl.constexpr, K_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr,
     REST_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, QUANT: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
@@ -133,7 +133,7 @@ def store_rotated(
         largest = tl.maximum(largest, tl.max(tl.abs(third), 1))
         check = tl.sum((first + second) * 0.0, 1) + tl.sum(third * 0.0, 1)
         scale = head_scale(largest, check, QUANT)
-        tl.store(scales + block * scale_block_stride + h * BLOCK_SIZE + offset, scale, mask=h < KV_HEADS)
+        tl.store(scales + block * scale_block_stride + h * scale_head + offset, scale, mask=h < KV_HEADS)
     into = pool + block * block_stride + offset * slot_stride + (h * head_stride)[:, None]
     tl.store(into + d[None, :], as_stored(first, scale, pool, QUANT), mask=mask)
     tl.store(into + HALF + d[None, :], as_stored(second, scale, pool, QUANT), mask=mask)
@@ -144,7 +144,7 @@ def store_rotated(
 @triton.jit
 def write_kv(
     key, value, keys, values, key_scales, value_scales, slots, key_token, key_head, value_token, value_head,
-    block_stride, head_stride, slot_stride, scale_block_stride,
+    block_stride, head_stride, slot_stride, scale_block_stride, scale_head,
     KV_HEADS: tl.constexpr, K_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, QUANT: tl.constexpr,
 ):  # fmt: skip
@@ -156,12 +156,12 @@ def write_kv(
     if tl.program_id(1) == 0:
         store_heads(
             key + token * key_token, key_head, keys, key_scales, slot, block_stride, head_stride, slot_stride,
-            scale_block_stride, KV_HEADS, K_PAD, HEAD_DIM, D_PAD, BLOCK_SIZE, QUANT,
+            scale_block_stride, scale_head, KV_HEADS, K_PAD, HEAD_DIM, D_PAD, BLOCK_SIZE, QUANT,
         )  # fmt: skip
     else:
         store_heads(
             value + token * value_token, value_head, values, value_scales, slot, block_stride, head_stride,
-            slot_stride, scale_block_stride, KV_HEADS, K_PAD, HEAD_DIM, D_PAD, BLOCK_SIZE, QUANT,
+            slot_stride, scale_block_stride, scale_head, KV_HEADS, K_PAD, HEAD_DIM, D_PAD, BLOCK_SIZE, QUANT,
         )  # fmt: skip
 
 
@@ -169,7 +169,7 @@ def write_kv(
 def rope_write_kv(
     out, query, key, value, cos, sin, query_weight, key_weight, keys, values, key_scales, value_scales, slots,
     query_token, query_head, key_token, key_head, value_token, value_head, cos_token, sin_token,
-    block_stride, head_stride, slot_stride, scale_block_stride, eps,
+    block_stride, head_stride, slot_stride, scale_block_stride, scale_head, eps,
     HEADS: tl.constexpr, H_PAD: tl.constexpr, KV_HEADS: tl.constexpr, K_PAD: tl.constexpr, HEAD_DIM: tl.constexpr,
     D_PAD: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     QUANT: tl.constexpr, NORM: tl.constexpr, EARLY: tl.constexpr,
@@ -195,13 +195,13 @@ def rope_write_kv(
             if part == 1:
                 store_rotated(
                     key + token * key_token, key_head, cos, sin, key_weight, eps, keys, key_scales, slot, block_stride,
-                    head_stride, slot_stride, scale_block_stride, KV_HEADS, K_PAD, HEAD_DIM, HALF, HALF_PAD, REST_PAD,
-                    BLOCK_SIZE, QUANT, NORM,
+                    head_stride, slot_stride, scale_block_stride, scale_head, KV_HEADS, K_PAD, HEAD_DIM, HALF, HALF_PAD,
+                    REST_PAD, BLOCK_SIZE, QUANT, NORM,
                 )  # fmt: skip
             else:
                 store_heads(
                     value + token * value_token, value_head, values, value_scales, slot, block_stride, head_stride,
-                    slot_stride, scale_block_stride, KV_HEADS, K_PAD, HEAD_DIM, D_PAD, BLOCK_SIZE, QUANT,
+                    slot_stride, scale_block_stride, scale_head, KV_HEADS, K_PAD, HEAD_DIM, D_PAD, BLOCK_SIZE, QUANT,
                 )  # fmt: skip
 
 

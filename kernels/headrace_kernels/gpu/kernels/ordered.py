@@ -23,7 +23,7 @@ def attend_ordered(
     out, part_mixed, part_peak, part_total, query, keys, values, key_scales, value_scales, sinks,
     query_starts, seq_lens, tables, table_rows, scale, softcap, window, num_seqs, num_tokens, splits,
     query_token, query_head, table_stride, block_stride, head_stride, slot_stride, value_block, value_head, value_slot,
-    scale_block_stride,
+    scale_block_stride, scale_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, REST: tl.constexpr,
     REST_PAD: tl.constexpr, SHARED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TILE_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, SHORT: tl.constexpr,
@@ -82,8 +82,8 @@ def attend_ordered(
     keys += kv_head.to(tl.int64) * head_stride
     values += kv_head.to(tl.int64) * value_head
     if QUANT:
-        key_scales += kv_head * BLOCK_SIZE
-        value_scales += kv_head * BLOCK_SIZE
+        key_scales += kv_head * scale_head
+        value_scales += kv_head * scale_head
     end_tile = (end + BLOCK_N - 1) // BLOCK_N
     part = ((seq.to(tl.int64) * tl.num_programs(1) + kv_head) * (TILE_TOKENS * GROUP) + row) * splits
 
@@ -93,11 +93,11 @@ def attend_ordered(
     step = tl.num_programs(2) if SPLIT else 1
     for chunk in range(piece, chunks, step):
         more, more_peak, more_total = attend_tiles(
-            q, q_rest, position, tl.maximum((begin + chunk) * (CHUNK // BLOCK_N), low // BLOCK_N),
+            q, q_rest, position, 0, 0, tl.maximum((begin + chunk) * (CHUNK // BLOCK_N), low // BLOCK_N),
             tl.minimum((begin + chunk + 1) * (CHUNK // BLOCK_N), end_tile), low, end, table, keys, values, key_scales,
             value_scales, scale, softcap, window, block_stride, slot_stride, value_block, value_slot,
             scale_block_stride, HEAD_DIM, D_PAD, REST, REST_PAD, BLOCK_SIZE, BLOCK_M, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP,
-            SHARED, QUANT, COMPUTE, PRECISION,
+            SHARED, QUANT, COMPUTE, PRECISION, False,
         )  # fmt: skip
         mixed, peak, total = fold(mixed, peak, total, more, more_peak, more_total)
         if SPLIT:
