@@ -39,7 +39,7 @@ class ModelSizes:
     """What the cost of a step depends on; bytes and counts of one rank."""
 
     read_bytes: int  # of weights, by each step
-    weights: int  # numbers, of all layers and the head
+    weights: int  # numbers, of all layers and the head; half of those whose products are of 8 bits: at twice the rate
     head_weights: int
     kv_token_bytes: int  # keys and values of one token, all layers
     attention_flop: int  # of one query over one key, all layers and heads
@@ -60,13 +60,14 @@ class ModelSizes:
         routed = sum(weight.nbytes for name, weight in named.items() if ".experts." in name)
         parts = list(model.module.modules())
         coded = sum(part.scaled.codes.numel() for part in parts if hasattr(part, "scaled"))
+        twice_as_fast = coded // 2  # products of 8 bits
         few_bits = [part.few_bits for part in parts if hasattr(part, "few_bits")]
         coded_bytes = coded + sum(weight.nbytes for weight in few_bits)
         coded += sum(weight.outputs * weight.inputs for weight in few_bits)
         experts = getattr(config, "n_routed_experts", None) or getattr(config, "num_experts", None) or 1
         return cls(
             read_bytes=read,
-            weights=(read - coded_bytes) // embedding.element_size() + coded,
+            weights=(read - coded_bytes) // embedding.element_size() + coded - twice_as_fast,
             head_weights=embedding.numel(),
             kv_token_bytes=layout.block_bytes // layout.block_size * len(layout.groups),
             attention_flop=2 * heads * (group.head_dim + value_dim) * attending,

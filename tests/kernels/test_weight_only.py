@@ -51,7 +51,8 @@ def test_values(kind: Kind, bits: int, zeros: str, group: int) -> None:
         assert described.get("has_zero_point", False) is (zeros != "half")
         zero = _unpack(tensors["zero_point"].T, bits).T if zeros != "half" else torch.tensor([[1 << bits - 1]])
         values = (numbers - zero.repeat_interleave(256 // zero.shape[1], 1)).float()
-    assert tensors["weight_scale"].dtype is torch.bfloat16
+    wanted = torch.float8_e8m0fnu if kind is Kind.E2M1 else torch.bfloat16
+    assert tensors["weight_scale"].dtype is wanted
     assert described["weight_scale_group_size"] == (0 if group == 256 else group)
     values = values * tensors["weight_scale"].float().repeat_interleave(group, 1)
     assert torch.equal(values, codes.dense())

@@ -38,5 +38,5 @@ def run(run: SectionRun) -> Iterator[Figure]:
 
 SECTION = Section(
     "quantized", "FP8 weights, inputs and cache, int4 weights: right, decode, 256 requests",
-    ("llama-8b-fp8", "llama-8b-fp8-cache", "llama-8b-int4"), 420, run, small=("tiny-fp8", "tiny-int4"),
+    ("llama-8b-fp8", "llama-8b-fp8-cache", "llama-8b-int4"), 700, run, small=("tiny-fp8", "tiny-int4"),
 )  # fmt: skip

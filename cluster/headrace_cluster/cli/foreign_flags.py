@@ -52,7 +52,7 @@ _NAMES = {
     ("--disable-log-requests", "--enable-log-requests", "--log-requests"): "requests are not logged; leave it out",
     ("--enable-lora", "--lora-modules", "--lora-paths", "--lora"): "LoRA adapters are not supported",
     ("--download-dir",): "the variable HF_HOME names the folder for downloads",
-    ("--cache-type-k", "--cache-type-v"): "--kv-cache-dtype fp8 or int8, of keys and values",
+    ("--cache-type-k", "--cache-type-v", "-ctk", "-ctv"): "--kv-cache-dtype fp8 or int8, of keys and values",
     ("--disaggregation-mode", "--pd-disaggregation"): "--prefill N --decode M",
     ("--kv-transfer-config", "--disaggregation-transfer-backend"): (
         "KV blocks move by NIXL between all replicas; leave it out, or --kv-transfer BACKEND[:DEVICES] (pools: "

@@ -60,8 +60,8 @@ def can_multiply(codes: Codes) -> bool:
 
 def humming_tensors(codes: Codes, bits: int, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The description of a weight for humming, and its tensors as humming stores them: codes of `bits` bits along the
-    inputs, zeros along the outputs, in words of 32 bits, the first one in the lowest bits; scales in `dtype`. Of
-    experts all have the dimension of experts first.
+    inputs, zeros along the outputs, in words of 32 bits, the first one in the lowest bits; scales in `dtype`, those of
+    MXFP4 as exponents. Of experts all have the dimension of experts first.
     """
     whole = codes.group == codes.shape[-1]
     described: dict[str, Any] = {
@@ -69,6 +69,9 @@ def humming_tensors(codes: Codes, bits: int, dtype: torch.dtype) -> tuple[dict[s
         "weight_scale_group_size": 0 if whole else codes.group,
     }
     tensors = {"weight": _words(codes.codes, bits), "weight_scale": codes.scale.to(dtype)}
+    if codes.kind is Kind.E2M1 and (exponents := _exponents(codes.scale)) is not None:
+        described["bs_dtype"] = "float8e8m0"
+        tensors["weight_scale"] = exponents
     zeros = _zeros(codes, bits) if codes.kind is Kind.INTEGER else None
     if zeros is None:
         return described, tensors
@@ -80,6 +83,14 @@ def humming_tensors(codes: Codes, bits: int, dtype: torch.dtype) -> tuple[dict[s
         described["is_fp_zero_point"] = True
         tensors["zero_point"] = zeros.to(dtype)
     return described, tensors
+
+
+def _exponents(scale: Tensor) -> Tensor | None:
+    """Scales as exponents in a byte; None unless all are powers of two."""
+    fractions, exponents = torch.frexp(scale.float())
+    if not bool((fractions == 0.5).all()):
+        return None
+    return (exponents + 126).clamp(0, 254).to(torch.uint8).view(torch.float8_e8m0fnu)
 
 
 def _zeros(codes: Codes, bits: int) -> Tensor | None:

@@ -90,6 +90,10 @@ FORMATS = {
     "int4": "int4 (compressed-tensors)",
     "int4-zero": "int4 with zeros (compressed-tensors)",
     "int8-w8a8": "int8 W8A8, inputs not rounded (compressed-tensors)",
+    "mxfp4": "MXFP4 (compressed-tensors)",
+    "nvfp4": "NVFP4 (compressed-tensors)",
+    "modelopt-nvfp4": "NVFP4 (modelopt)",
+    "mxfp4-experts": "MXFP4 of gpt-oss",
 }
 
 HEAD = """# What runs with what

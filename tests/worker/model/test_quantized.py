@@ -192,6 +192,65 @@ def test_codes_stay_packed_on_a_cpu(family: str, kind: str, tmp_path: Path) -> N
         assert torch.equal(plain[name], tensor), name
 
 
+def test_several_formats_in_one_checkpoint(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    """Attention in e4m3, MLPs in NVFP4, as llm-compressor writes them; scales of the cache are left out."""
+    made = {kind: tmp_path / kind for kind in ("compressed-tensors", "nvfp4")}
+    folder = save_random(tiny_options("llama") | GROUPS_OF_32, tmp_path / "made")
+    for kind, place in made.items():
+        save_quantized(folder, place, kind)
+
+    def mixed(name: str) -> dict[str, torch.Tensor]:
+        parts = [load_file(place / name / "model.safetensors") for place in made.values()]
+        return {
+            key: value for part, own in zip(parts, ("self_attn", ""), strict=True) for key, value in part.items()
+            if own in key and ("self_attn" in key) is bool(own)
+        }  # fmt: skip
+
+    configs = [json.loads((place / "quantized" / "config.json").read_text()) for place in made.values()]
+    groups = [config["quantization_config"]["config_groups"]["group_0"] for config in configs]
+    both = {"group_0": groups[0], "group_1": groups[1], "group_2": {"targets": ["Attention"], "weights": None}}
+    quantization = {"quant_method": "compressed-tensors", "format": "mixed-precision", "config_groups": both}
+    target = made["nvfp4"] / "quantized"
+    (target / "config.json").write_text(json.dumps(configs[1] | {"quantization_config": quantization}))
+    unused = {
+        "model.layers.0.self_attn.kv_scale": torch.ones(1),
+        "model.layers.0.self_attn.q_proj.weight_zero_point": torch.zeros(1),
+    }
+    save_file(mixed("quantized") | unused, target / "model.safetensors", {"format": "pt"})
+    expected = mixed("dense")
+    found = load(replica_config(target), plan=SurgeryPlan.none()).module.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert read_headers(resolve(str(target))).quantized_by == "compressed-tensors"
+
+
+def test_blocks_as_modelopt_writes_them(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    twin = save_quantized(tiny("llama"), tmp_path, "fp8-tensor")
+    file = tmp_path / "quantized" / "model.safetensors"
+    tensors = load_file(file)
+    for name in [name for name in tensors if name.endswith("weight_scale")]:
+        tensors[name] = tensors[name].view(1, 1, 1, 1)
+    save_file(tensors, file, {"format": "pt"})
+    config = json.loads((file.parent / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "modelopt_fp8", "quant_algo": "fp8_pb_wo"}
+    (file.parent / "config.json").write_text(json.dumps(config))
+    found = load(replica_config(file.parent), plan=SurgeryPlan.none()).module.state_dict()
+    expected = load(replica_config(twin), plan=SurgeryPlan.none()).module.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_configs_of_other_tools() -> None:
+    gptq = {"bits": 4, "group_size": 128, "sym": True}
+    for packing, kind in (("auto_round:auto_gptq", "gptq"), ("auto_round:auto_awq", "awq")):
+        scheme = read_scheme("llama", gptq | {"quant_method": "auto-round", "packing_format": packing})
+        assert scheme is not None and (scheme.kind, scheme.bits, scheme.group) == (kind, 4, 128)
+    layers = {"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "NVFP4", "group_size": 16}}
+    mixed = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    scheme = read_scheme("llama", mixed)
+    assert scheme is not None and (scheme.kind, scheme.block, scheme.unit) == ("modelopt-nvfp4", None, 16)
+    with pytest.raises(ModelUnsupportedError, match=r"modelopt \(MIXED_PRECISION\), which is not served"):
+        read_scheme("llama", mixed | {"quantized_layers": layers | {"c": {"quant_algo": "W4A8_AWQ"}}})
+
+
 @pytest.mark.parametrize("kind", FORMATS)
 def test_before_the_start(kind: str, tiny: Callable[[str], Path], tmp_path: Path) -> None:
     """The headers alone show that the model is served, and what memory it takes at least."""
@@ -233,6 +292,10 @@ def test_formats_that_are_not_served(
 def test_older_places_of_the_config(tmp_path: Path) -> None:
     def found(fields: dict[str, Any]) -> Any:
         return with_quantization(tmp_path, fields, "m").get("quantization_config")
+
+    inner = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    assert found({"text_config": {"quantization_config": inner}}) == inner
+    assert found({"compression_config": {"quantization_config": inner, "sparsity_config": {}}}) == inner
 
     assert found({}) is None
     old = {"compression_config": {"format": "float-quantized"}}

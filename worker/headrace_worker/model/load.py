@@ -12,7 +12,7 @@ from headrace_kernels import find_slow_backends
 from headrace_kernels.cpu import library
 from headrace_kernels.gpu import weight_only
 from headrace_kernels.rounded import NO_PRODUCTS, products_of
-from headrace_proto.errors import ModelUnsupportedError
+from headrace_proto.errors import MemoryTooSmallError, ModelUnsupportedError
 from headrace_worker.comm.parallel_context import SINGLE, ParallelContext
 from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.core.layout import CacheLayout
@@ -26,6 +26,7 @@ from headrace_worker.model.converted import converted
 from headrace_worker.model.facts import ModelFacts, read_facts
 from headrace_worker.model.gguf import GgufWeights
 from headrace_worker.model.gguf_file import GgufFile
+from headrace_worker.model.packable import is_experts
 from headrace_worker.model.quantized.config import QuantizationScheme, check_online, read_scheme
 from headrace_worker.model.quantized.online import Quantizer
 from headrace_worker.model.quantized.weights import QuantizedWeights
@@ -54,6 +55,7 @@ class LoadedModel:
     warnings: list[str]  # what makes it slower, or wrong, for a reason that the user can change; notes of its facts
     rounded: dict[str, bool]  # linears whose inputs are rounded to 8 bits: in groups, or by token
     quantization: str | None = None  # of its weights, while they were loaded
+    few_bits: bool = False  # a GPU multiplies codes, whose scales are in its dtype
     deterministic: bool = False  # a row's result depends on that row alone, bit for bit
 
     @property
@@ -73,7 +75,7 @@ class LoadedModel:
     def arithmetic(self) -> str:
         """Models with another one compute other keys and values of the same tokens."""
         online = f"/online-{self.quantization}" if self.quantization else ""
-        return self.dtype_name + online + ("/w8a8" if self.rounded else "")
+        return self.dtype_name + online + ("/w8a8" if self.rounded else "") + ("/few-bits" if self.few_bits else "")
 
 
 def load(
@@ -143,21 +145,22 @@ def load(
                 f"--cpu-arithmetic bf16 is for CPUs, --dtype float32 and the C++ kernels, but {why}: leave it out."
             )
         if online is not None and plan.linears:
-            has_product = plan.few_bits or (config.quantization == "fp8" and plan.products.outputs)
+            mixture = any(is_experts(part) for part in model.modules())
+            has_product = plan.few_bits or (config.quantization == "fp8" and plan.products.outputs and not mixture)
             _check_quantization(config, place, packed, None if has_product else no_codes)
         kept = None if not packed else torch.bfloat16 if bf16 else torch.float32
-        weight_bytes = fill(
-            model,
-            weights,
-            sharding,
-            place,
-            dtype,
-            report,
-            packed=kept,
-            products=plan.products,
-            few_bits=plan.few_bits,
-            online=online,
-        )
+        packable = isinstance(weights, GgufWeights) and weights.packable > 0
+        has_codes = scheme is not None or online is not None or packable
+        try:
+            weight_bytes, dequantized = fill(
+                model, weights, sharding, place, dtype, report,
+                packed=kept, products=plan.products, few_bits=plan.few_bits, online=online,
+            )  # fmt: skip
+        except torch.OutOfMemoryError as error:
+            why = f": its codes are dequantized, since {no_codes}" if has_codes and no_codes else ""
+            raise MemoryTooSmallError(
+                f"The weights do not fit into the memory of this device{why}. Use more ranks (--tp, --pp)."
+            ) from error
         if isinstance(weights, GgufWeights) and (factors := weights.rope_factors()) is not None:
             buffers.scale_rotary(model, factors)
         check_filled(model)
@@ -176,12 +179,13 @@ def load(
         warnings.append(
             "The indexer of this model is computed by torch on GPUs so far, and its steps are not recorded: it is slow."
         )
-    has_codes = scheme is not None or (isinstance(weights, GgufWeights) and weights.packable > 0)
-    if has_codes and place.type != "cpu" and not (rounded or plan.few_bits):
-        warnings.append(
-            f"Quantized matrices are dequantized to {model.dtype}, and take as much memory as unquantized ones, since "
-            f"{no_codes}.".replace("torch.", "")
-        )
+    if dequantized and place.type != "cpu":
+        size = f"{dequantized / 2**20:,.0f} MiB of {str(dtype).removeprefix('torch.')}"
+        why = no_codes or "there are no products for their shapes"
+        warnings.append(f"Quantized matrices are dequantized, to {size} in all, since {why}.")
+    if dequantized and place.type == "cpu" and not packed and gguf is None:
+        why = library.missing() or f"products of codes are in float32 on CPUs: leave --dtype {config.dtype} out"
+        warnings.append(f"Quantized matrices are dequantized, since {why}.")
     if bf16 and not library.has_bfloat16_products():
         warnings.append("This CPU has no products of bfloat16 (AVX512_BF16): --cpu-arithmetic exact is faster here.")
     if isinstance(weights, GgufWeights) and place.type == "cpu":
@@ -212,6 +216,7 @@ def load(
         warnings=warnings,
         rounded=rounded,
         quantization=config.quantization,
+        few_bits=plan.few_bits and has_codes,
         deterministic=config.deterministic,
     )
 
@@ -220,7 +225,12 @@ def _check_quantization(config: ReplicaConfig, place: torch.device, packed: bool
     """Raises ModelUnsupportedError where the device does not multiply the codes that --quantization makes."""
     method, why = config.quantization, no_codes
     if place.type == "cpu":
-        why = None if packed else library.missing() or f"this replica runs in {config.dtype}"
+        why = None if packed else library.missing()
+        if not packed and why is None:
+            raise ModelUnsupportedError(
+                f"--quantization {method} is for float32 on CPUs, and this replica runs in {config.dtype}: leave "
+                "--dtype out."
+            )
     if why is not None:
         raise ModelUnsupportedError(f"--quantization {method} cannot be used, since {why}: leave it out.")
 

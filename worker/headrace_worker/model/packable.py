@@ -8,6 +8,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -20,13 +21,15 @@ import headrace_kernels.ops as ops
 from headrace_kernels.packed import Codes, Form, PackedWeight, concatenate, pack_codes, pack_dense
 from headrace_worker.model.latent import is_latent
 
+_EXPANDED = 1 << 24  # values that are made of codes at once
+
 
 class PackableMatrix:
     """A weight [out, in], which is packed once, for all modules that share it.
 
     order: [in], of the inputs that the columns of its codes belong to; None if they are in order. dtype: of the module
-    that computes with it. on_gpu: its codes are multiplied there; those of 4 bits are kept two in a byte. rounding: the
-    linears that it is of, if their inputs are rounded to 8 bits for its product.
+    that computes with it. on_gpu: its codes are multiplied there. rounding: the linears that it is of, if their inputs
+    are rounded to 8 bits for its product. Codes of 4 bits are kept two in a byte.
     """
 
     def __init__(
@@ -42,11 +45,22 @@ class PackableMatrix:
         self.shape = values.shape
         self.form, self.order = form, order
         self.dtype, self.on_gpu, self.rounding = dtype, on_gpu, rounding
-        self._pairs = on_gpu and form.bits == 4
+        self._pairs = isinstance(values, Codes) and form.bits == 4 and self.shape[1] % 2 == 0
         if self._pairs and isinstance(values, Codes):
             values = replace(values, codes=values.codes[:, ::2] | values.codes[:, 1::2] << 4)
         self._values: Codes | Tensor | None = values
         self._packed: PackedWeight | None = None
+
+    def to(
+        self, device: torch.device, dtype: torch.dtype, *, on_gpu: bool = False, rounding: tuple[str, ...] = ()
+    ) -> "PackableMatrix":
+        """The same, not packed yet, on a device."""
+        assert self._values is not None
+        moved = copy(self)
+        moved._values = self._values.to(device)
+        moved.order = None if self.order is None else self.order.to(device)
+        moved.dtype, moved.on_gpu, moved.rounding = dtype, on_gpu, rounding
+        return moved
 
     def take(self, outputs: Tensor) -> "PackableMatrix":
         """The matrix of these outputs, in this order."""
@@ -70,20 +84,31 @@ class PackableMatrix:
     @property
     def values(self) -> Codes | Tensor:
         """Only until it is packed."""
+        return self._rows(slice(None))
+
+    def _rows(self, part: slice) -> Codes | Tensor:
+        """The values of some outputs."""
         values = self._values
         assert values is not None
-        if self._pairs and isinstance(values, Codes):
+        if isinstance(values, Tensor):
+            return values[part]
+        values = values.rows(part)
+        if self._pairs:
             codes = torch.stack([values.codes & 15, values.codes >> 4], -1).flatten(1)
             return replace(values, codes=codes)
         return values
 
-    def dense(self) -> Tensor:
-        """All values in float32."""
+    def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """All values, made in parts."""
+        columns = slice(None) if self.order is None else self.order.argsort()
         if self._packed is not None:
-            values = ops.packed_rows(self._packed, torch.arange(self.shape[0]))
-        else:
-            values = self.values.float() if isinstance(self.values, Tensor) else self.values.dense()
-        return values if self.order is None else values[:, self.order.argsort()]
+            return ops.packed_rows(self._packed, torch.arange(self.shape[0]))[:, columns].to(dtype)
+        found = torch.empty(self.shape, dtype=dtype, device=self.device)
+        rows = max(1, _EXPANDED // self.shape[1])
+        for first in range(0, self.shape[0], rows):
+            values = self._rows(slice(first, first + rows))
+            found[first : first + rows] = (values if isinstance(values, Tensor) else values.dense())[:, columns]
+        return found
 
     @property
     def device(self) -> torch.device:
@@ -131,7 +156,7 @@ class PackableLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
-        return functional.linear(x, self.matrix.dense().to(x.dtype), self.bias)
+        return functional.linear(x, self.matrix.dense(x.dtype), self.bias)
 
 
 class PackedLinear(nn.Module):

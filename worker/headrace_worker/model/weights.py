@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +27,6 @@ from headrace_worker.model.packable import (
 from headrace_worker.model.safetensors_files import IGNORED_SUFFIXES, open_files
 from headrace_worker.model.sharding.cuts import Cuts, spans_of
 from headrace_worker.model.sharding.shard import Sharding
-
-_EXPANDED = 1 << 24  # values that are made of codes at a time
 
 
 class Weights(Protocol):
@@ -147,6 +145,13 @@ def check_name(name: str, known: Mapping[str, object]) -> None:
         raise ModelLoadError(f"The checkpoint has no tensor {name!r}.")
 
 
+class Filled(NamedTuple):
+    """Bytes of a rank's parameters and buffers, and those of matrices of codes that were dequantized."""
+
+    placed: int
+    dequantized: int
+
+
 def fill(
     model: nn.Module,
     weights: Weights,
@@ -159,8 +164,8 @@ def fill(
     products: Products = NO_PRODUCTS,
     few_bits: bool = False,
     online: CodesReader | None = None,
-) -> int:
-    """Load every parameter and persistent buffer of a rank's model; return their size in bytes.
+) -> Filled:
+    """Load every parameter and persistent buffer of a rank's model.
 
     Parts of other ranks are not read. Floating-point tensors are converted to `dtype`, except those that the model
     keeps in float32. Tied parameters stay one tensor. packed: of matrices of linears and embeddings codes stay
@@ -171,7 +176,7 @@ def fill(
     sources, shared = match(model, weights, sharding)
     keep_float32: set[str] = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     wanted = model.state_dict(keep_vars=True)
-    placed = 0
+    placed = expanded = 0
     for done, (name, stored) in enumerate(sources.items()):
         if done % 16 == 0:
             report("loading weights", done / len(sources))
@@ -187,6 +192,7 @@ def fill(
                 matrix, stays = on_gpu, True
         if matrix is not None and not stays:  # its values never exist on the host, unless that is the device
             tensor, matrix = _expand(matrix, device, torch.float32 if strict else dtype), None
+            expanded += tensor.nbytes
         elif matrix is None:
             tensor = weights.read(stored, cuts)
             if stays and tensor.is_floating_point() and tensor.dim() == 2:
@@ -216,7 +222,7 @@ def fill(
         else:
             _put(model, name, model.get_parameter(source))
     report("loading weights", 1.0)
-    return placed
+    return Filled(placed, expanded)
 
 
 def _on_gpu(
@@ -233,7 +239,7 @@ def _on_gpu(
     if isinstance(matrix, PackableExperts):
         if not few_bits or not all(_has_few_bits(one) for one in matrix.matrices):
             return None
-        moved = [_moved(one, device, dtype) for one in matrix.matrices]
+        moved = [one.to(device, dtype, on_gpu=True) for one in matrix.matrices]
         return PackableExperts(moved, transposed=matrix.transposed)
     if type(model.get_submodule(owner)) is not nn.Linear or not isinstance(matrix.values, Codes):
         return None
@@ -242,20 +248,11 @@ def _on_gpu(
     rounds = weight is not None and (products.blocks if weight.in_blocks else products.outputs)
     if not rounds and not (few_bits and can_multiply(codes)):
         return None
-    return _moved(matrix, device, dtype, (owner,) if rounds else ())
+    return matrix.to(device, dtype, on_gpu=True, rounding=(owner,) if rounds else ())
 
 
 def _has_few_bits(matrix: PackableMatrix) -> bool:
     return isinstance(matrix.values, Codes) and matrix.order is None and can_multiply(matrix.values)
-
-
-def _moved(
-    matrix: PackableMatrix, device: torch.device, dtype: torch.dtype, rounding: tuple[str, ...] = ()
-) -> PackableMatrix:
-    codes, order = matrix.values, matrix.order
-    assert isinstance(codes, Codes)
-    order = None if order is None else order.to(device)
-    return PackableMatrix(codes.to(device), matrix.form, order, dtype=dtype, on_gpu=True, rounding=rounding)
 
 
 def _expand(matrix: PackableMatrix | PackableExperts, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -265,15 +262,7 @@ def _expand(matrix: PackableMatrix | PackableExperts, device: torch.device, dtyp
         for values, one in zip(stack, matrix.matrices, strict=True):
             values.copy_(_expand(one, device, dtype).T if matrix.transposed else _expand(one, device, dtype))
         return stack
-    codes, order = matrix.values, matrix.order
-    assert isinstance(codes, Codes)
-    columns = slice(None) if order is None else order.argsort().to(device)
-    values = torch.empty(codes.shape, dtype=dtype, device=device)
-    rows = max(1, _EXPANDED // codes.shape[1])
-    for first in range(0, codes.shape[0], rows):
-        part = slice(first, first + rows)
-        values[part] = codes.rows(part).to(device).dense()[:, columns]
-    return values
+    return matrix.to(device, dtype).dense(dtype)
 
 
 def _packable(tensor: Tensor, dtype: torch.dtype | None) -> PackableMatrix:

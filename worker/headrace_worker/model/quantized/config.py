@@ -1,6 +1,7 @@
 """`quantization_config` of a checkpoint: which formats are read, and what the tensors do not show. Imports no torch."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from math import lcm
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -19,7 +20,8 @@ SERVED = (
     "gptq (4 and 8 bits)",
     "mxfp4 (gpt-oss)",
     "compressed-tensors (float-quantized, int-quantized, pack-quantized, mxfp4-pack-quantized, nvfp4-pack-quantized)",
-    "modelopt (FP8, NVFP4)",
+    "modelopt (FP8, NVFP4, both)",
+    "auto-round (packed as auto_gptq or awq)",
 )
 
 
@@ -38,15 +40,22 @@ class QuantizationScheme(NamedTuple):
     @property
     def unit(self) -> int:
         """Inputs that ranks do not divide."""
-        return self.block[1] if self.block is not None else self.group or 1
+        return lcm(1 if self.block is None else self.block[1], self.group or 1)
 
 
 def with_quantization(folder: Path, fields: dict[str, Any], model: str) -> dict[str, Any]:
-    """The fields of config.json, with what older checkpoints keep elsewhere as quantization_config."""
-    if _FIELD in fields:
+    """The fields of config.json, with what checkpoints keep elsewhere as quantization_config."""
+    if fields.get(_FIELD):
         return fields
-    if isinstance(old := fields.get(_OLD_FIELD), dict):
-        return fields | {_FIELD: {"quant_method": "compressed-tensors"} | old}
+    text = fields.get("text_config")
+    for place in (fields, text if isinstance(text, dict) else {}):
+        if found := place.get(_FIELD):
+            return fields | {_FIELD: found}
+        if isinstance(old := place.get(_OLD_FIELD), dict):
+            inner = old.get(_FIELD)
+            return fields | {
+                _FIELD: {"quant_method": "compressed-tensors"} | (inner if isinstance(inner, dict) else old)
+            }
     for name in _OLD_FILES:
         if (folder / name).is_file():
             found = read_object(folder / name, model)
@@ -62,7 +71,9 @@ def read_scheme(family: str, quantization: Any) -> QuantizationScheme | None:
         return None
     fields = quantization if isinstance(quantization, Mapping) else {}
     method = fields.get("quant_method", "unknown")
-    reader = _READERS.get(method) if isinstance(method, str) else None
+    reader = None
+    if isinstance(method, str):
+        reader = _read_modelopt if method.startswith("modelopt") else _READERS.get(method)
     scheme = reader(fields) if reader is not None else None
     if scheme is None:
         other = " or a GGUF" if family in GGUF_FAMILIES else ""
@@ -95,12 +106,33 @@ def _read_per_output(fields: Mapping[str, Any]) -> QuantizationScheme:
 
 def _read_modelopt(fields: Mapping[str, Any]) -> QuantizationScheme | None:
     inner = fields.get("quantization")
-    algorithm = (inner if isinstance(inner, dict) else fields).get("quant_algo")
+    named = inner if isinstance(inner, dict) else fields
+    layers = named.get("quantized_layers")
+    if str(named.get("quant_algo")).upper() == "MIXED_PRECISION" and isinstance(layers, dict):
+        return _combined([_modelopt_algorithm(layer) for layer in layers.values()])
+    return _modelopt_algorithm(named)
+
+
+def _modelopt_algorithm(fields: Any) -> QuantizationScheme | None:
+    algorithm = str(fields.get("quant_algo")).upper() if isinstance(fields, dict) else ""
     if algorithm == "NVFP4":
         return QuantizationScheme("modelopt", "modelopt-nvfp4", bits=4, group=16)
     if algorithm not in ("FP8", "FP8_PB_WO", "FP8_PER_CHANNEL_PER_TOKEN"):
         return None
     return QuantizationScheme("modelopt", block=(128, 128) if algorithm == "FP8_PB_WO" else None)
+
+
+def _combined(schemes: Sequence[QuantizationScheme | None]) -> QuantizationScheme | None:
+    """Of matrices in several formats, which their tensors show: e4m3, and one other."""
+    known = [scheme for scheme in schemes if scheme is not None]
+    blocks = {scheme.block for scheme in known if scheme.kind == "e4m3"}
+    coded = [scheme for scheme in known if scheme.kind != "e4m3"]
+    if len(known) < max(1, len(schemes)) or len(blocks) > 1 or len({scheme.kind for scheme in coded}) > 1:
+        return None
+    groups = [scheme.group for scheme in coded if scheme.group]
+    return (coded or known)[0]._replace(
+        block=next(iter(blocks), None), bits=max(scheme.bits for scheme in known), group=lcm(*groups) if groups else 0
+    )
 
 
 def _read_awq(fields: Mapping[str, Any]) -> QuantizationScheme | None:
@@ -120,10 +152,23 @@ def _read_gptq(fields: Mapping[str, Any]) -> QuantizationScheme | None:
     return QuantizationScheme("gptq", "gptq", bits=bits, zeros_less=version == "gptq", group=group)
 
 
+def _read_auto_round(fields: Mapping[str, Any]) -> QuantizationScheme | None:
+    """Its tensors are those of AWQ or of GPTQ."""
+    packing = str(fields.get("packing_format", ""))
+    if "awq" in packing:
+        return _read_awq(fields)
+    return _read_gptq(fields) if "auto_gptq" in packing else None
+
+
 def _read_compressed(fields: Mapping[str, Any]) -> QuantizationScheme | None:
     groups = fields.get("config_groups")
-    found = {_compressed_group(group) for group in groups.values()} if isinstance(groups, dict) else set()
-    scheme = found.pop() if len(found) == 1 else None
+    # A group without weights is of attention, or of what is cached.
+    found = [
+        _compressed_group(group)
+        for group in (groups.values() if isinstance(groups, dict) else ())
+        if not isinstance(group, dict) or group.get("weights") is not None
+    ]
+    scheme = _combined(found)
     formats = {
         "e4m3": ("float-quantized", "naive-quantized"),
         "packed": ("pack-quantized",),
@@ -134,6 +179,8 @@ def _read_compressed(fields: Mapping[str, Any]) -> QuantizationScheme | None:
     if scheme is None:
         return None
     stored = fields.get("format")
+    if len({each.kind for each in found if each is not None}) > 1:
+        return scheme
     if scheme.kind == "packed" and scheme.bits == 8 and stored in ("int-quantized", "naive-quantized"):
         scheme = scheme._replace(kind="int8")
     return scheme if stored in (*formats[scheme.kind], None) else None
@@ -178,7 +225,7 @@ def _kind(fields: Mapping[str, Any]) -> object:
     """The part of the config that says which of a method's formats it is."""
     inner = fields.get("quantization")
     named = inner if isinstance(inner, dict) else fields
-    names = ("quant_algo", "version", "checkpoint_format", "format", "fmt", "quant_type")
+    names = ("quant_algo", "version", "checkpoint_format", "packing_format", "format", "fmt", "quant_type")
     found = [str(named[name]) for name in names if named.get(name)]
     bits = named.get("bits", named.get("w_bit"))
     return ", ".join([*found, *([f"{bits} bits"] if bits else [])]) or "unknown"
@@ -201,8 +248,9 @@ _READERS = {
     "fp8": _read_fp8,
     "fbgemm_fp8": _read_per_output,
     "awq": _read_awq,
+    "auto-round": _read_auto_round,
+    "intel/auto-round": _read_auto_round,
     "gptq": _read_gptq,
     "mxfp4": _read_mxfp4,
-    "modelopt": _read_modelopt,
     "compressed-tensors": _read_compressed,
 }

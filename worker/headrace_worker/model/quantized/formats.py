@@ -203,9 +203,12 @@ class Gptq(CodedMatrix):
         words, outputs = self._shape("qweight")
         self.bits = self._scheme.bits
         inputs = words * 32 // self.bits
-        if "g_idx" in self.present:  # of a matrix with another number of bits than the config's
+        # A matrix may have another number of bits than the config's.
+        if "g_idx" in self.present:
             inputs = self._shape("g_idx", 1)[0]
             self.bits = words * 32 // max(1, inputs)
+        elif (bits := self._shape("qzeros")[1] * 32 // max(1, outputs)) in _SIZES:
+            self.bits, inputs = bits, words * 32 // bits
         self.groups, self.shape = self._shape("scales")[0], (outputs, inputs)
         self._expect("scales", (self.groups, outputs))
         self._expect("qzeros", (self.groups, -(-outputs * self.bits // 32)))

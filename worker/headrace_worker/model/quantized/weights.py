@@ -24,7 +24,7 @@ from headrace_worker.model.weights import SafetensorsWeights, join
 _SCALES = ("weight_scale_inv", "weight_scale", "scale", "qscale_weight")
 _UNUSED = (
     *("input_scale", "input_global_scale", "activation_scale", "output_scale", "q_scale", "k_scale", "v_scale"),
-    "prob_output_scale",
+    *("prob_output_scale", "kv_scale", "input_zero_point", "output_zero_point"),
 )
 _AT_ONCE = 1 << 24  # values
 _LEAST_GROUP = 8  # inputs, with scales of a quarter of the memory of their codes
@@ -62,6 +62,8 @@ class QuantizedWeights:
         used |= set(self._scales.values())
         quantized = bool(self._scales or self._coded)
         unused = {name for name in names if name.rpartition(".")[2] in _UNUSED and quantized}
+        zeros = {name for name in names - used if name.endswith(".weight_zero_point")}  # of e4m3 and int8: they are 0
+        unused |= {name for name in zeros if quantized and not bool(stored.read(name).any())}
         left_out = used | unused
         self._names = [*(name for name in stored if name not in left_out), *self._coded, *self._experts]
 
@@ -182,6 +184,8 @@ class QuantizedWeights:
         whole = self._stored.shape(name)
         if scale.numel() == 1:
             return scale.reshape(1, 1), (whole[0], whole[1])
+        if scale.dim() == 4:  # as modelopt writes those of blocks
+            scale = scale[:, 0, :, 0]
         return (scale.reshape(-1, 1), (1, whole[1])) if self._scheme.block is None else (scale, self._scheme.block)
 
     def _scale_of(self, name: str, names: set[str]) -> str:
@@ -195,7 +199,8 @@ class QuantizedWeights:
         allowed: list[tuple[int, ...]] = [(), (1,), (1, 1)]
         what = "one scale or one of each output"
         if (block := self._scheme.block) is not None:
-            allowed.append((-(-shape[0] // block[0]), -(-shape[1] // block[1])))
+            blocks = -(-shape[0] // block[0]), -(-shape[1] // block[1])
+            allowed += [(blocks[0], 1, blocks[1], 1), blocks]
             what = f"blocks of {block[0]} × {block[1]}"
         else:
             allowed += [(shape[0],), (shape[0], 1)]

@@ -244,7 +244,7 @@ def _computes_the_same(module: Any, ups: list[PackableLinear], downs: list[Packa
     few.num_experts = count = min(_VERIFIED, len(ups))
     few._parameters = dict(module._parameters)
     for name, linears in ((_up_name(module), ups), ("down_proj", downs)):
-        stacked = torch.stack([one.matrix.dense().to(one.matrix.dtype) for one in linears[:count]])
+        stacked = torch.stack([one.matrix.dense(one.matrix.dtype) for one in linears[:count]])
         stacked = stacked.transpose(1, 2) if getattr(module, "is_transposed", False) else stacked
         few._parameters[name] = nn.Parameter(stacked, requires_grad=False)
     x = random_input(stacked, TOKENS, ups[0].in_features)

@@ -29,10 +29,7 @@ def merge_linears(parts: Sequence[nn.Module]) -> nn.Linear:
     if len(packable) == len(linears):
         return PackableLinear(merge_packable([part.matrix for part in packable]), _merged_bias(linears))
     weight = torch.cat(
-        [
-            part.matrix.dense().to(part.matrix.dtype) if isinstance(part, PackableLinear) else part.weight
-            for part in linears
-        ]
+        [part.matrix.dense(part.matrix.dtype) if isinstance(part, PackableLinear) else part.weight for part in linears]
     )
     return _linear(weight, _merged_bias(linears))
 

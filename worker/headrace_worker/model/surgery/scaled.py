@@ -22,10 +22,9 @@ from headrace_worker.model.surgery.verify import TOKENS, agrees, random_input
 class ScaledLinear(nn.Module):
     """A linear with a weight in e4m3, whose inputs are rounded to that."""
 
-    def __init__(self, matrix: PackableMatrix, bias: Tensor | None, products: Products) -> None:
-        """Raises ValueError for a weight that has no such products."""
+    def __init__(self, codes: Codes | Tensor, matrix: PackableMatrix, bias: Tensor | None, products: Products) -> None:
+        """codes: of the matrix. Raises ValueError for a weight that has no such products."""
         super().__init__()
-        codes = matrix.values
         scaled = scaled_weight(codes.codes, codes.scale) if isinstance(codes, Codes) else None
         if scaled is None or not (products.blocks if scaled.in_blocks else products.outputs):
             raise ValueError("no product of 8-bit numbers")
@@ -53,10 +52,9 @@ class ScaledLinear(nn.Module):
 class WeightOnlyLinear(nn.Module):
     """A linear with a weight of few bits, and inputs in 16."""
 
-    def __init__(self, matrix: PackableMatrix, bias: Tensor | None) -> None:
+    def __init__(self, codes: Codes, matrix: PackableMatrix, bias: Tensor | None) -> None:
+        """codes: of the matrix."""
         super().__init__()
-        codes = matrix.values
-        assert isinstance(codes, Codes)
         self.few_bits = weight_only.few_bits(codes, matrix.form.bits, matrix.dtype, bias)
         self.order = matrix.order
         self.weight: Tensor | None = None
@@ -85,11 +83,11 @@ class OnGpu:
         codes = matrix.values
         if matrix.rounding:
             try:
-                return ScaledLinear(matrix, bias, self._products)
+                return ScaledLinear(codes, matrix, bias, self._products)
             except ValueError:  # merged of matrices whose scales are of several kinds
                 pass
         if self._few_bits and isinstance(codes, Codes) and weight_only.can_multiply(codes):
-            linear = WeightOnlyLinear(matrix, bias)
+            linear = WeightOnlyLinear(codes, matrix, bias)
             kind = (codes.shape, codes.group, codes.kind, codes.minimum is None, matrix.form)
             if kind not in self._compared:
                 self._compared.add(kind)
@@ -112,7 +110,7 @@ def compare_product(linear: PackableLinear, replacement: nn.Module, dtype: torch
 def _plain(module: PackableLinear) -> nn.Linear:
     matrix = module.matrix
     plain = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
-    plain.weight = nn.Parameter(matrix.dense().to(matrix.dtype), requires_grad=False)
+    plain.weight = nn.Parameter(matrix.dense(matrix.dtype), requires_grad=False)
     plain.bias = module.bias
     return plain
 
