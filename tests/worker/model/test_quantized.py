@@ -192,6 +192,27 @@ def test_codes_stay_packed_on_a_cpu(family: str, kind: str, tmp_path: Path) -> N
         assert torch.equal(plain[name], tensor), name
 
 
+@pytest.mark.parametrize(
+    ("kind", "missing"), [("awq", "qzeros"), ("nvfp4", "weight_global_scale"), ("fbgemm", "weight_scale")]
+)
+def test_missing_tensors_are_found_before_the_start(
+    kind: str, missing: str, tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = tiny("llama") if kind != "nvfp4" else save_random(tiny_options("llama") | GROUPS_OF_32, tmp_path / "made")
+    save_quantized(folder, tmp_path, kind)
+    file = tmp_path / "quantized" / "model.safetensors"
+    tensors = load_file(file)
+    config = json.loads((file.parent / "config.json").read_text())
+    (file.parent / "config.json").write_text(json.dumps(config | {"quantization_config": None}))
+    with pytest.raises(ModelLoadError, match=r"has quantized tensors, .* but config.json has no quantization_config"):
+        read_headers(resolve(str(file.parent)))
+    (file.parent / "config.json").write_text(json.dumps(config))
+    del tensors[next(name for name in tensors if name.endswith(missing))]
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(ModelLoadError, match=r"beside it: the checkpoint is incomplete"):
+        read_headers(resolve(str(file.parent)))
+
+
 def test_several_formats_in_one_checkpoint(tiny: Callable[[str], Path], tmp_path: Path) -> None:
     """Attention in e4m3, MLPs in NVFP4, as llm-compressor writes them; scales of the cache are left out."""
     made = {kind: tmp_path / kind for kind in ("compressed-tensors", "nvfp4")}

@@ -16,7 +16,7 @@ from headrace_worker.model.gguf_file import GgufFile
 from headrace_worker.model.gguf_tensors import check_tensors, packed_bytes
 from headrace_worker.model.gguf_tokenizer import check_gguf_tokenizer
 from headrace_worker.model.json_files import read_object
-from headrace_worker.model.quantized.config import check_online, read_scheme, with_quantization
+from headrace_worker.model.quantized.config import check_online, check_stored, read_scheme, with_quantization
 from headrace_worker.model.refusals import (
     check_config_file,
     check_equal_sizes,
@@ -90,6 +90,7 @@ def _folder_headers(source: ModelSource, trust_remote_code: bool) -> Headers:
     handles = open_files(source.weights, "numpy")
     parts = TEXT_PARTS if config is not whole else ()
     scheme = read_scheme(str(config.get("model_type")), whole.get("quantization_config"))
+    check_stored(scheme, {name: file.get_slice(name).get_dtype() for name, file in handles.items()})
     bits = scheme.bits if scheme is not None else 8
     found = count_elements(handles, layers if isinstance(layers, int) else None, parts, bits)
     method = None if scheme is None else scheme.method

@@ -1,11 +1,11 @@
 """`quantization_config` of a checkpoint: which formats are read, and what the tensors do not show. Imports no torch."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from math import lcm
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from headrace_proto.errors import ModelUnsupportedError
+from headrace_proto.errors import ModelLoadError, ModelUnsupportedError
 from headrace_worker.model.gguf_config import GGUF_FAMILIES
 from headrace_worker.model.json_files import read_object
 
@@ -23,6 +23,32 @@ SERVED = (
     "modelopt (FP8, NVFP4, both)",
     "auto-round (packed as auto_gptq or awq)",
 )
+
+
+class Stored(NamedTuple):
+    """The tensors of a matrix, without the name of its module."""
+
+    first: str  # shows that a matrix has this format
+    others: tuple[str, ...]  # that it must have
+    dtypes: tuple[str, ...] = ("I32",)  # of the first one
+
+
+SCALES = (
+    "weight_scale_inv",
+    "weight_scale",
+    "scale",
+    "qscale_weight",
+)  # of e4m3, in the order in which they are sought
+STORED = {  # by kind of scheme; others than e4m3
+    "awq": Stored("qweight", ("qzeros", "scales")),
+    "gptq": Stored("qweight", ("qzeros", "scales")),
+    "packed": Stored("weight_packed", ("weight_scale", "weight_shape")),
+    "int8": Stored("weight", ("weight_scale",), ("I8",)),
+    "mxfp4": Stored("weight_packed", ("weight_scale",), ("U8",)),
+    "nvfp4": Stored("weight_packed", ("weight_scale", "weight_global_scale"), ("U8",)),
+    "modelopt-nvfp4": Stored("weight", ("weight_scale", "weight_scale_2"), ("U8",)),
+}
+_CODES = ("qweight", "weight_packed", *SCALES[:2])  # tensors that only quantized matrices have
 
 
 class QuantizationScheme(NamedTuple):
@@ -83,6 +109,42 @@ def read_scheme(family: str, quantization: Any) -> QuantizationScheme | None:
             f"of these, unquantized safetensors{other}."
         )
     return scheme
+
+
+def check_stored(scheme: QuantizationScheme | None, dtypes: Mapping[str, str]) -> None:
+    """Raises ModelLoadError for quantized matrices without their other tensors, or without a config.
+
+    dtypes: of all tensors, by name.
+    """
+    if scheme is None:
+        if found := next((name for name in dtypes if name.rpartition(".")[2] in _CODES), None):
+            raise ModelLoadError(
+                f"The checkpoint has quantized tensors, {found[:200]!r} first, but config.json has no "
+                "quantization_config that says how: download config.json again, or add it."
+            )
+        return
+    stored = STORED.get(scheme.kind)
+    for name, dtype in dtypes.items():
+        owner, _, leaf = name.rpartition(".")
+        if stored is not None and leaf == stored.first and dtype in stored.dtypes:
+            check_complete(stored, owner, dtypes)
+        elif leaf == "weight" and dtype == "F8_E4M3" and not any(f"{owner}.{scale}" in dtypes for scale in SCALES):
+            raise no_scale(name)
+
+
+def check_complete(stored: Stored, owner: str, names: Container[str]) -> None:
+    """Raises ModelLoadError unless all tensors of a matrix are there."""
+    for name in stored.others:
+        if f"{owner}.{name}" not in names:
+            raise ModelLoadError(
+                f"Tensor {f'{owner}.{stored.first}'!r} has no {name!r} beside it: the checkpoint is incomplete, "
+                "download it again."
+            )
+
+
+def no_scale(name: str) -> ModelLoadError:
+    """For a matrix in e4m3, or experts in MXFP4."""
+    return ModelLoadError(f"Tensor {name!r} has no scale beside it: the checkpoint is incomplete, download it again.")
 
 
 def check_online(method: str | None, quantized_by: str | None) -> None:

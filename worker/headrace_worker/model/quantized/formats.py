@@ -29,7 +29,7 @@ from torch import Tensor
 from headrace_kernels.packed import Codes, Form, Kind
 from headrace_proto.errors import ModelLoadError
 from headrace_worker.core.transfer.shards import Span
-from headrace_worker.model.quantized.config import QuantizationScheme
+from headrace_worker.model.quantized.config import STORED, QuantizationScheme, Stored, check_complete
 from headrace_worker.model.sharding.cuts import Cut
 from headrace_worker.model.weights import SafetensorsWeights
 
@@ -43,11 +43,9 @@ class CodedMatrix(ABC):
     Raises ModelLoadError for a tensor that is missing or has another shape than the others require.
     """
 
-    first: ClassVar[str]  # the tensor that shows that a matrix has this format
-    others: ClassVar[tuple[str, ...]]  # that it must have
+    stored: ClassVar[Stored]
     optional: ClassVar[tuple[str, ...]] = ()
     index_name: ClassVar[str] = ""  # of the group of each input
-    dtypes: ClassVar[tuple[str, ...]] = ("I32",)  # of the first one
     kind: ClassVar[Kind] = Kind.INTEGER
 
     shape: tuple[int, int]
@@ -58,14 +56,10 @@ class CodedMatrix(ABC):
         self, stored: SafetensorsWeights, names: Container[str], owner: str, scheme: QuantizationScheme
     ) -> None:
         """names: of all stored tensors. owner: X of those of this matrix."""
-        self._stored, self._owner, self._scheme = stored, owner, scheme
-        for name in self.others:
-            if f"{owner}.{name}" not in names:
-                raise ModelLoadError(
-                    f"Tensor {f'{owner}.{self.first}'!r} has no {name!r} beside it: the checkpoint is incomplete, "
-                    "download it again."
-                )
-        self.present = {name for name in (self.first, *self.others, *self.optional) if f"{owner}.{name}" in names}
+        self._tensors, self._owner, self._scheme = stored, owner, scheme
+        check_complete(self.stored, owner, names)
+        first, others, _ = self.stored
+        self.present = {name for name in (first, *others, *self.optional) if f"{owner}.{name}" in names}
         self._measure()
         if self.bits not in _SIZES or not self.groups or self.shape[1] % self.groups:
             raise self._unfit(f"{self.bits} bits and {self.groups} groups of {self.shape[1]} inputs")
@@ -137,13 +131,13 @@ class CodedMatrix(ABC):
         return f"{self._owner}.{name}"
 
     def _shape(self, name: str, dims: int = 2) -> tuple[int, ...]:
-        shape = self._stored.shape(self._name(name))
+        shape = self._tensors.shape(self._name(name))
         if len(shape) != dims:
             raise self._unfit(f"{name!r} of shape {list(shape)}")
         return shape
 
     def _read(self, name: str, *spans: Span) -> Tensor:
-        return self._stored.read(self._name(name), tuple(Cut(dim, (span,)) for dim, span in enumerate(spans)))
+        return self._tensors.read(self._name(name), tuple(Cut(dim, (span,)) for dim, span in enumerate(spans)))
 
     def _words(self, name: str, dim: int, along: Span, across: Span) -> Tensor:
         """uint8: the codes `along` the dimension in which they are packed, and `across` the other one."""
@@ -154,9 +148,9 @@ class CodedMatrix(ABC):
         return unpack(packed, self.bits, dim).narrow(dim, start, along[1] - along[0])
 
     def _expect(self, name: str, shape: tuple[int, ...]) -> None:
-        if (found := self._stored.shape(self._name(name))) != shape:
+        if (found := self._tensors.shape(self._name(name))) != shape:
             raise ModelLoadError(
-                f"{self._name(name)!r} is {list(found)}, but {self._name(self.first)!r} requires {list(shape)}: "
+                f"{self._name(name)!r} is {list(found)}, but {self._name(self.stored.first)!r} requires {list(shape)}: "
                 "config.json and weights do not belong together."
             )
 
@@ -170,7 +164,7 @@ class CodedMatrix(ABC):
 class Awq(CodedMatrix):
     """Words of outputs in an order of their own."""
 
-    first, others = "qweight", ("qzeros", "scales")
+    stored = STORED["awq"]
 
     def _measure(self) -> None:
         inputs, words = self._shape("qweight")
@@ -197,7 +191,7 @@ class Awq(CodedMatrix):
 class Gptq(CodedMatrix):
     """Words of inputs; with g_idx inputs may be of any group (act-order)."""
 
-    first, others, optional, index_name = "qweight", ("qzeros", "scales"), ("g_idx",), "g_idx"
+    stored, optional, index_name = STORED["gptq"], ("g_idx",), "g_idx"
 
     def _measure(self) -> None:
         words, outputs = self._shape("qweight")
@@ -227,7 +221,7 @@ class Gptq(CodedMatrix):
 class Packed(CodedMatrix):
     """Words of inputs, as compressed-tensors packs them."""
 
-    first, others = "weight_packed", ("weight_scale", "weight_shape")
+    stored = STORED["packed"]
     optional, index_name = ("weight_zero_point", "weight_g_idx"), "weight_g_idx"
 
     def _measure(self) -> None:
@@ -256,19 +250,19 @@ class Packed(CodedMatrix):
 class Int8(CodedMatrix):
     """A byte for each code, and a scale for each output, or one."""
 
-    first, others, dtypes = "weight", ("weight_scale",), ("I8",)
+    stored = STORED["int8"]
 
     def _measure(self) -> None:
         outputs, inputs = self._shape("weight")
         self.bits, self.groups, self.shape = 8, 1, (outputs, inputs)
-        if self._stored.shape(self._name("weight_scale")) not in ((), (1,)):
+        if self._tensors.shape(self._name("weight_scale")) not in ((), (1,)):
             self._expect("weight_scale", (outputs, 1))
 
     def _codes(self, outputs: Span, inputs: Span) -> Tensor:
         return self._read("weight", outputs, inputs).view(torch.uint8) ^ 128
 
     def _scale(self, outputs: Span, groups: Span) -> Tensor:
-        if len(self._stored.shape(self._name("weight_scale"))) < 2:
+        if len(self._tensors.shape(self._name("weight_scale"))) < 2:
             return self._read("weight_scale").reshape(1, 1).repeat(outputs[1] - outputs[0], 1)
         return self._read("weight_scale", outputs, groups)
 
@@ -279,23 +273,21 @@ class Int8(CodedMatrix):
 class Mxfp4(CodedMatrix):
     """Bytes of two inputs, and a scale for each 32."""
 
-    first = "weight_packed"
-    others: ClassVar[tuple[str, ...]] = ("weight_scale",)
-    dtypes, kind = ("U8",), Kind.E2M1
+    stored, kind = STORED["mxfp4"], Kind.E2M1
     inputs_of_scale: ClassVar[int] = 32
     scale_dtype: ClassVar[str] = "U8"
 
     def _measure(self) -> None:
-        outputs, half = self._shape(self.first)
+        outputs, half = self._shape(self.stored.first)
         self.bits, self.shape, self.groups = 4, (outputs, 2 * half), 2 * half // self.inputs_of_scale
         if 2 * half % self.inputs_of_scale:
             raise self._unfit(f"{2 * half} inputs")
         self._expect("weight_scale", (outputs, self.groups))
-        if (found := self._stored.dtype(self._name("weight_scale"))) != self.scale_dtype:
+        if (found := self._tensors.dtype(self._name("weight_scale"))) != self.scale_dtype:
             raise self._unfit(f"scales in {found}")
 
     def _codes(self, outputs: Span, inputs: Span) -> Tensor:
-        return _halves(self._read(self.first, outputs, (inputs[0] // 2, inputs[1] // 2)))
+        return _halves(self._read(self.stored.first, outputs, (inputs[0] // 2, inputs[1] // 2)))
 
     def _scale(self, outputs: Span, groups: Span) -> Tensor:
         return powers(self._read("weight_scale", outputs, groups))
@@ -307,7 +299,7 @@ class Mxfp4(CodedMatrix):
 class Nvfp4(Mxfp4):
     """A scale for each 16 inputs, and one of all scales."""
 
-    others = ("weight_scale", "weight_global_scale")
+    stored = STORED["nvfp4"]
     inputs_of_scale, scale_dtype = 16, "F8_E4M3"
 
     def _scale(self, outputs: Span, groups: Span) -> Tensor:
@@ -323,7 +315,7 @@ class Nvfp4(Mxfp4):
 class ModeloptNvfp4(Nvfp4):
     """The same under modelopt's names, with the reciprocal of the scale of all scales."""
 
-    first, others = "weight", ("weight_scale", "weight_scale_2")
+    stored = STORED["modelopt-nvfp4"]
 
     def _scale(self, outputs: Span, groups: Span) -> Tensor:
         return self._read("weight_scale", outputs, groups).float() * self._of_all("weight_scale_2")

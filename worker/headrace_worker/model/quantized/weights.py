@@ -15,13 +15,11 @@ from headrace_kernels.packed import Codes, Form, Kind, concatenate
 from headrace_proto.errors import ModelLoadError
 from headrace_worker.core.transfer.shards import Span
 from headrace_worker.model.packable import PackableExperts, PackableMatrix
-from headrace_worker.model.quantized.config import QuantizationScheme
+from headrace_worker.model.quantized.config import SCALES, QuantizationScheme, no_scale
 from headrace_worker.model.quantized.formats import FORMATS, CodedMatrix, Mxfp4Experts
 from headrace_worker.model.sharding.cuts import Cuts, spans_of
 from headrace_worker.model.weights import SafetensorsWeights, join
 
-# Of a matrix X.weight, in the order in which they are looked for: X.weight_scale_inv and so on.
-_SCALES = ("weight_scale_inv", "weight_scale", "scale", "qscale_weight")
 _UNUSED = (
     *("input_scale", "input_global_scale", "activation_scale", "output_scale", "q_scale", "k_scale", "v_scale"),
     *("prob_output_scale", "kv_scale", "input_zero_point", "output_zero_point"),
@@ -44,7 +42,7 @@ class QuantizedWeights:
         format = FORMATS.get(scheme.kind)
         for name in stored:
             owner, _, leaf = name.rpartition(".")
-            if format is not None and leaf == format.first and stored.dtype(name) in format.dtypes:
+            if format is not None and leaf == format.stored.first and stored.dtype(name) in format.stored.dtypes:
                 matrix = format(stored, names, owner, scheme)
                 self._coded[f"{owner}.weight"] = matrix
                 used |= {f"{owner}.{part}" for part in matrix.present}
@@ -56,7 +54,7 @@ class QuantizedWeights:
             elif scheme.kind == "mxfp4-experts" and leaf.endswith("_blocks"):
                 owner = name.removesuffix("_blocks")
                 if (scales := f"{owner}_scales") not in names:
-                    raise _no_scale(name)
+                    raise no_scale(name)
                 self._experts[owner] = Mxfp4Experts(stored, name, scales)
                 used |= {name, scales}
         used |= set(self._scales.values())
@@ -190,9 +188,9 @@ class QuantizedWeights:
 
     def _scale_of(self, name: str, names: set[str]) -> str:
         owner = name.removesuffix("weight")
-        found = next((owner + scale for scale in _SCALES if owner + scale in names), None)
+        found = next((owner + scale for scale in SCALES if owner + scale in names), None)
         if found is None:
-            raise _no_scale(name)
+            raise no_scale(name)
         shape, scales = self._stored.shape(name), self._stored.shape(found)
         if len(shape) != 2:
             raise ModelLoadError(f"Tensor {name!r} in e4m3 has shape {list(shape)}: only matrices are read.")
@@ -210,10 +208,6 @@ class QuantizedWeights:
                 "config.json and weights do not belong together."
             )
         return found
-
-
-def _no_scale(name: str) -> ModelLoadError:
-    return ModelLoadError(f"Tensor {name!r} has no scale beside it: the checkpoint is incomplete, download it again.")
 
 
 def _places(spans: Sequence[Span]) -> Tensor:
