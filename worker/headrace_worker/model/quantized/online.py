@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from headrace_kernels.kv_format import SMALLEST_SCALE
 from headrace_kernels.packed import Codes, Form, Kind
 from headrace_kernels.rounded import LARGEST
+from headrace_worker.core.transfer.shards import Span
 from headrace_worker.model.packable import PackableExperts, PackableMatrix, can_be_packed, is_experts
 from headrace_worker.model.sharding.cuts import Cut, Cuts, spans_of
 from headrace_worker.model.weights import Weights
@@ -48,33 +49,45 @@ class Quantizer:
         if not plain or not can_be_packed(self._model, name):
             return None
         outputs, inputs = (spans_of(cuts, dim, size) for dim, size in enumerate(weights.shape(stored)))
-        return self._matrix(weights.read(stored, (Cut(0, outputs),)), inputs)
+        if not self._may_cut(weights.shape(stored)[1], inputs):
+            return None
+        return self._matrix(weights.read(stored, (Cut(0, outputs), *self._read_cuts(1, inputs))), inputs)
 
     def _experts(self, weights: Weights, stored: str, cuts: Cuts, *, transposed: bool) -> PackableExperts | None:
         shape = weights.shape(stored)
         experts, inner, outer = (spans_of(cuts, dim, size) for dim, size in enumerate(shape))
         outputs, inputs = (outer, inner) if transposed else (inner, outer)
+        along = (2, 1) if transposed else (1, 2)
+        if not self._may_cut(shape[along[1]], inputs):
+            return None
         matrices = []
         for index in (index for span in experts for index in range(*span)):
-            one = weights.read(stored, (Cut(0, ((index, index + 1),)), Cut(2 if transposed else 1, outputs)))[0]
+            cuts = (Cut(0, ((index, index + 1),)), Cut(along[0], outputs), *self._read_cuts(along[1], inputs))
+            one = weights.read(stored, cuts)[0]
             matrix = self._matrix(one.T if transposed else one, inputs)
             if matrix is None:
                 return None
             matrices.append(matrix)
         return PackableExperts(matrices, transposed=transposed)
 
-    def _matrix(self, values: Tensor, inputs: tuple[tuple[int, int], ...]) -> PackableMatrix | None:
-        """values [outputs, all inputs]."""
+    def _may_cut(self, size: int, inputs: tuple[Span, ...]) -> bool:
+        """Whether a part of this many inputs is one span, and whole groups."""
         (start, stop), *more = inputs
-        if more or not values.is_floating_point():
+        return not more and (self._method == "fp8" or not any(edge % GROUP for edge in (size, start, stop)))
+
+    def _read_cuts(self, dim: int, inputs: tuple[Span, ...]) -> Cuts:
+        """The scale of an output in e4m3 is that of all its inputs."""
+        return () if self._method == "fp8" else (Cut(dim, inputs),)
+
+    def _matrix(self, values: Tensor, inputs: tuple[Span, ...]) -> PackableMatrix | None:
+        """values [outputs, inputs], as they were read."""
+        if not values.is_floating_point():
             return None
         if self._method == "fp8":
             codes = to_fp8(values)
-            part = Codes(codes.codes[:, start:stop].contiguous(), codes.scale, kind=Kind.E4M3)
+            part = Codes(codes.codes[:, slice(*inputs[0])].contiguous(), codes.scale, kind=Kind.E4M3)
             return PackableMatrix(part, Form.E4M3)
-        if values.shape[1] % GROUP or start % GROUP or stop % GROUP:
-            return None
-        return PackableMatrix(to_int8(values[:, start:stop]), Form.CODES8)
+        return PackableMatrix(to_int8(values), Form.CODES8)
 
 
 def to_fp8(values: Tensor) -> Codes:
