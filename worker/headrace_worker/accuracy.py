@@ -25,13 +25,19 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 import headrace_kernels.ops as ops
 from headrace_kernels.kv_format import FORMATS
 from headrace_kernels.reference.cache import quantize
-from headrace_proto.errors import ModelUnsupportedError
+from headrace_proto.errors import MemoryTooSmallError, ModelUnsupportedError
+from headrace_proto.quantities import size_text
 from headrace_worker.assembly.assemble import Assembly, assemble
 from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.core.plan import RowSampling
 from headrace_worker.core.progress import Progress, ignore_progress
+from headrace_worker.device.choice import open_device
+from headrace_worker.device.dtypes import ELEMENT_BYTES, dtype_name
+from headrace_worker.device.rank_device import RankDevice
 from headrace_worker.model import buffers
+from headrace_worker.model.headers import read_headers
 from headrace_worker.model.load import LoadedModel, load
+from headrace_worker.model.source import resolve
 from headrace_worker.model.surgery import SurgeryPlan
 from headrace_worker.offline import OfflineEngine, Prompt
 
@@ -92,7 +98,9 @@ def check(
 
     Of the text the first `tokens` are computed. Raises a HeadraceError.
     """
-    assembly = assemble(config, report)
+    device = open_device(config.device)
+    _check_memory(config, device, original)
+    assembly = assemble(config, report, device=device)
     loaded = assembly.model
     execution = f"{loaded.device.torch_device.type} in {loaded.dtype_name}"
     rounded = loaded.rounded
@@ -120,6 +128,20 @@ def check(
     apart = tuple(each for each in distances if not each[1] <= _APART)[:_NAMED]
     del plain
     return Report(execution, bound, found, compare(logits, other, sequences, report), apart)
+
+
+def _check_memory(config: ReplicaConfig, device: RankDevice, original: str | None) -> None:
+    """Raises MemoryTooSmallError where the references, which have all of their values, do not fit."""
+    size = ELEMENT_BYTES[dtype_name(config.dtype, device.torch_device.type, config.deterministic)]
+    sources = [resolve(config.source, config.load_format, config.revision)]
+    sources += [] if original is None else [resolve(original, config.load_format)]
+    needed = size * sum(read_headers(source, trust_remote_code=config.trust_remote_code).elements for source in sources)
+    if needed > (free := device.free_memory()):
+        both = " and the original" if original is not None else ""
+        raise MemoryTooSmallError(
+            f"The model is compared with all of its values, dequantized{both}: {size_text(needed)}, and "
+            f"{size_text(free)} are free. Check it on a machine with more memory, or a smaller model of the family."
+        )
 
 
 def windows(ids: Sequence[int], tokens: int, limit: int) -> list[list[int]]:

@@ -11,9 +11,10 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from headrace_cluster.cli.app import app
-from headrace_proto.errors import ModelUnsupportedError
+from headrace_proto.errors import MemoryTooSmallError, ModelUnsupportedError
 from headrace_worker.accuracy import EXACT, Accuracy, check, compare, dense, served, windows
 from headrace_worker.assembly.assemble import assemble
+from headrace_worker.device.cpu import CpuDevice
 from support.worker.quantized import save_quantized
 from support.worker.tiny_models import TINY, replica_config, save_random
 
@@ -53,6 +54,13 @@ def test_a_damaged_scale_is_found(tiny: Callable[..., Path], tmp_path: Path) -> 
     sequences = [list(range(3, 90))]
     logits = served(assemble(config), sequences)
     assert not compare(logits, dense(replica_config(twin)), sequences).is_within(EXACT)
+
+
+def test_a_reference_that_does_not_fit(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model in few bits the reference needs several times the memory of what is served."""
+    monkeypatch.setattr(CpuDevice, "free_memory", lambda _: 1 << 18)
+    with pytest.raises(MemoryTooSmallError, match=r"with all of its values, .* and the original: .* are free"):
+        check(replica_config(tiny("llama")), TEXT, 200, original=str(tiny("llama")))
 
 
 def test_the_distance_of_distributions(tiny: Callable[..., Path]) -> None:
