@@ -380,6 +380,6 @@ def _halves(packed: Tensor) -> Tensor:
 
 def unpack(packed: Tensor, bits: int, dim: int) -> Tensor:
     """int32 words with neighbours along `dim`, the first one in the lowest bits -> uint8, 32 / bits times as long."""
-    shifts = torch.arange(32 // bits, dtype=torch.int32) * bits
-    codes = (packed.movedim(dim, -1)[..., None] >> shifts & (1 << bits) - 1).to(torch.uint8)
-    return codes.flatten(-2).movedim(-1, dim)
+    words = packed.movedim(dim, -1).clone(memory_format=torch.contiguous_format)
+    stored = words.view(torch.uint8)  # the lowest bits of a word are its first byte
+    return (stored if bits == 8 else _halves(stored)).movedim(-1, dim)
