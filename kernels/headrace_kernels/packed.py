@@ -51,7 +51,7 @@ E2M1_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, 
 
 @dataclass(frozen=True)
 class Codes:
-    """A matrix in few bits, not packed yet; or several [X, out, in] that `stack` made, for those who know of them.
+    """A matrix in few bits, not packed yet. `stack` makes one of several, [X, out, in], with a `shape` and a `group`.
 
     codes [out, in] uint8. scale, minimum [out, in / group] float16 or float32, of one dtype; without a minimum it is
     -offset * scale. Only integers have a minimum or an offset.

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace_kernels.gpu.weight_only import can_multiply, describe, humming_tensors
+from headrace_kernels.gpu.weight_only import can_multiply, humming_tensors, layer_config
 from headrace_kernels.packed import E2M1_NUMBERS, Codes, Kind, stack
 
 
@@ -66,6 +66,12 @@ def test_minima_that_are_no_multiple_of_the_scale() -> None:
     numbers = _unpack(tensors["weight"], 4) - tensors["zero_point"].float().repeat_interleave(32, 1)
     values = numbers * tensors["weight_scale"].float().repeat_interleave(32, 1)
     assert float((values - codes.dense()).abs().max()) < 0.08
+
+
+def test_scales_of_mxfp4_in_float16() -> None:
+    """Exponents below those of its normal numbers would be lost."""
+    described, tensors = humming_tensors(_codes(Kind.E2M1, 4, 32, "none"), 4, torch.float16)
+    assert "bs_dtype" not in described and tensors["weight_scale"].dtype is torch.float16
 
 
 def test_shapes_that_are_not_multiplied() -> None:
@@ -136,7 +142,7 @@ def _compile(codes: Codes, bits: int, experts: int) -> None:
     bias = torch.zeros(codes.shape[0])
     if experts:
         codes, bias = stack([codes] * experts), torch.stack([bias] * experts)
-    config, tensors = describe(codes, bits, torch.bfloat16, bias)
+    config, tensors = layer_config(codes, bits, torch.bfloat16, bias)
     check_and_pad_tensors(config, tensors)
     known = {each.name: getattr(config, each.name) for each in fields(config) if each.init}
     for rows in (1, 256):

@@ -61,7 +61,7 @@ def can_multiply(codes: Codes) -> bool:
 def humming_tensors(codes: Codes, bits: int, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The description of a weight for humming, and its tensors as humming stores them: codes of `bits` bits along the
     inputs, zeros along the outputs, in words of 32 bits, the first one in the lowest bits; scales in `dtype`, those of
-    MXFP4 as exponents. Of experts all have the dimension of experts first.
+    MXFP4 as exponents for bfloat16. Of experts all have the dimension of experts first.
     """
     whole = codes.group == codes.shape[-1]
     described: dict[str, Any] = {
@@ -69,7 +69,8 @@ def humming_tensors(codes: Codes, bits: int, dtype: torch.dtype) -> tuple[dict[s
         "weight_scale_group_size": 0 if whole else codes.group,
     }
     tensors = {"weight": _words(codes.codes, bits), "weight_scale": codes.scale.to(dtype)}
-    if codes.kind is Kind.E2M1 and (exponents := _exponents(codes.scale)) is not None:
+    # In float16 humming would round exponents below -14 to zero.
+    if codes.kind is Kind.E2M1 and dtype is torch.bfloat16 and (exponents := _exponents(codes.scale)) is not None:
         described["bs_dtype"] = "float8e8m0"
         tensors["weight_scale"] = exponents
     zeros = _zeros(codes, bits) if codes.kind is Kind.INTEGER else None
@@ -112,13 +113,15 @@ def few_bits(codes: Codes, bits: int, dtype: torch.dtype, bias: Tensor | None = 
     """Codes on a GPU [out, in], or of experts [X, out, in]. bias [out], or [X, out]. dtype: of inputs and results."""
     from humming.transform import transform_humming_tensors
 
-    config, tensors = describe(codes, bits, dtype, bias)
+    config, tensors = layer_config(codes, bits, dtype, bias)
     made = transform_humming_tensors(config, tensors)
     locks = torch.zeros(_LOCKS, dtype=torch.int32, device=codes.codes.device)
     return FewBits(codes.shape[-2], codes.shape[-1], config, made, locks)
 
 
-def describe(codes: Codes, bits: int, dtype: torch.dtype, bias: Tensor | None = None) -> tuple[Any, dict[str, Tensor]]:
+def layer_config(
+    codes: Codes, bits: int, dtype: torch.dtype, bias: Tensor | None = None
+) -> tuple[Any, dict[str, Tensor]]:
     """Humming's LayerConfig for the GPU of the codes, else the current one; tensors as `humming_tensors` makes them."""
     from humming import dtypes
     from humming.schema import HummingInputSchema, HummingWeightSchema

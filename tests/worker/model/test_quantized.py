@@ -264,6 +264,11 @@ def test_configs_of_other_tools() -> None:
     for packing, kind in (("auto_round:auto_gptq", "gptq"), ("auto_round:auto_awq", "awq")):
         scheme = read_scheme("llama", gptq | {"quant_method": "auto-round", "packing_format": packing})
         assert scheme is not None and (scheme.kind, scheme.bits, scheme.group) == (kind, 4, 128)
+    four, eight = ({"weights": {"type": "int", "num_bits": bits, "group_size": 64}} for bits in (4, 8))
+    packed = {"quant_method": "compressed-tensors", "config_groups": {"a": four, "b": eight}}
+    for stored in ("pack-quantized", "mixed-precision"):
+        scheme = read_scheme("llama", packed | {"format": stored})
+        assert scheme is not None and (scheme.kind, scheme.bits, scheme.group) == ("packed", 8, 64)
     layers = {"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "NVFP4", "group_size": 16}}
     mixed = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
     scheme = read_scheme("llama", mixed)

@@ -1,6 +1,7 @@
 """Keys and values of 8 bits: the tokens of plain transformers whose keys and values are rounded alike."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def test_tokens(
     model = replica.models[0][0]
     assert model.kv_dtype_name == name
     mixed = prompts(6)
-    rounded = lambda config: RoundedCache(config, name)  # noqa: E731
+    rounded = partial(RoundedCache, name=name)
     done = replica.run(mixed, 6)
     check_oracle(folder, mixed, done, rounded, BOUND)
     assert any(one.preemptions for one in done) is (blocks < 400)

@@ -130,7 +130,7 @@ class PackableMatrix:
 class PackableExperts:
     """The matrices [out, in] of a parameter of routed experts: [X, out, in], or [X, in, out] if transposed.
 
-    Put into a module on a CPU they are packed at once: none is merged with another, and until then a code takes a byte.
+    Put into a module on a CPU they are packed at once, since none is merged with another.
     """
 
     def __init__(self, matrices: list[PackableMatrix], *, transposed: bool = False) -> None:

@@ -83,7 +83,7 @@ def load_scales(places, live, MASKED: tl.constexpr):
 def widen(x, QUANT: tl.constexpr, COMPUTE: tl.constexpr, COLUMNS: tl.constexpr = False):
     """Pool entries as operands of a product; e4m3 is loaded as bytes. All numbers of 8 bits are exact in float16.
 
-    QUANT: 1 int8, 2 e4m3; 3 and 4 the same by instructions of devices. COLUMNS: of which products take columns.
+    QUANT: 1 int8, 2 e4m3; 3 and 4 the same by instructions of devices. COLUMNS: the product reads x by columns.
     """
     if QUANT == 4:
         return int8_to_float16(x)

@@ -245,7 +245,7 @@ def _read_compressed(fields: Mapping[str, Any]) -> QuantizationScheme | None:
         return scheme
     if scheme.kind == "packed" and scheme.bits == 8 and stored in ("int-quantized", "naive-quantized"):
         scheme = scheme._replace(kind="int8")
-    return scheme if stored in (*formats[scheme.kind], None) else None
+    return scheme if stored in (*formats[scheme.kind], "mixed-precision", None) else None
 
 
 def _compressed_group(group: Any) -> QuantizationScheme | None:

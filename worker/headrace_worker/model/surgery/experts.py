@@ -81,7 +81,7 @@ class ExpertsOnGpu(nn.Module):
         rows = weight_only.matmul(hidden_states[order // active], self.up, offsets)
         rows = weight_only.matmul(self._activate(rows), self.down, offsets)
         rows = rows if self.post_norm is None else self.post_norm(rows)
-        # What rows of no expert have is not computed, and may be NaN.
+        # Rows of experts on other ranks were not computed, and may be NaN.
         rows = torch.where((chosen < self.count)[:, None], rows, 0)
         out = torch.empty_like(rows)
         out[order] = rows
