@@ -45,9 +45,15 @@ def pair(rank_group: Callable[..., Any], router_client: Any) -> Callable[..., An
         target: tuple[int, int],
         model: Path | None = None,
         record: dict[int, Any] | None = None,
+        kv_cache_dtype: str = "auto",
         **options: Any,
     ) -> Any:
-        groups = [rank_group(*source, model, replica_id="p", **options), rank_group(*target, model, replica_id="d")]
+        """options: of the source alone."""
+        both = {"kv_cache_dtype": kv_cache_dtype}
+        groups = [
+            rank_group(*source, model, replica_id="p", **both, **options),
+            rank_group(*target, model, replica_id="d", **both),
+        ]
         for group in groups:
             group.start(record=record)
         for group in groups:
