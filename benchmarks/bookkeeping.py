@@ -22,8 +22,7 @@ from headrace_worker.core.kv.manager import KVManager, ModelScope
 from headrace_worker.core.layout import CacheGroupSpec, CacheLayout
 from headrace_worker.core.plan import RowSampling, StepPlan, StepResult
 from headrace_worker.core.request import Request
-from headrace_worker.core.scheduler import Scheduler
-from headrace_worker.core.scheduler_limits import SchedulerLimits
+from headrace_worker.core.scheduler import Scheduler, SchedulerLimits
 
 BLOCK_SIZE = 16
 

@@ -38,18 +38,17 @@ from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.core.engine import Engine
 from headrace_worker.core.kv.manager import KVManager, ModelScope
 from headrace_worker.core.layout import CacheGroupSpec, CacheLayout
+from headrace_worker.core.load_reports import ReportPacer, ReportState
 from headrace_worker.core.plan import RowSampling, StepPlan
-from headrace_worker.core.report_pacer import ReportPacer, ReportState
 from headrace_worker.core.request import Request
-from headrace_worker.core.scheduler import Scheduler
-from headrace_worker.core.scheduler_limits import SchedulerLimits
+from headrace_worker.core.scheduler import Scheduler, SchedulerLimits
 from headrace_worker.device.cpu import CpuDevice
 from headrace_worker.ranks.messages import Step, encoder
 from headrace_worker.runner.batch import Batch
 from headrace_worker.runner.pools import KVPools
 from headrace_worker.runner.runner import Runner
 from headrace_worker.server.convert import to_load
-from headrace_worker.server.outbox import Outbox
+from headrace_worker.server.servicer import Outbox
 
 ROWS, VOCABULARY, BLOCK_SIZE = 256, 128, 16
 T = TypeVar("T")

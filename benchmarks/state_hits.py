@@ -26,8 +26,7 @@ from headrace_worker.core.kv.sizing import size_kv
 from headrace_worker.core.layout import CacheGroupSpec, CacheLayout, StateSpec
 from headrace_worker.core.plan import RowSampling, StepPlan, StepResult
 from headrace_worker.core.request import Request
-from headrace_worker.core.scheduler import Scheduler
-from headrace_worker.core.scheduler_limits import SchedulerLimits
+from headrace_worker.core.scheduler import Scheduler, SchedulerLimits
 from headrace_worker.core.transfer.orders import ChunkRead, Load, Store
 
 BLOCK_SIZE = 16

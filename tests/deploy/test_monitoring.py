@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from headrace_router.dispatch.fleet_collector import FleetCollector
+from headrace_router.dispatch.replica_metrics import FleetCollector
 from headrace_router.dispatch.router_metrics import RouterMetrics
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

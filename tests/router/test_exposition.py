@@ -3,7 +3,7 @@
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.openmetrics import exposition as openmetrics
 
-from headrace_router.dispatch.exposition import SAMPLES_PER_TURN, render
+from headrace_router.dispatch.replica_metrics import SAMPLES_PER_TURN, render
 
 SERIES = 2 * SAMPLES_PER_TURN + 1
 

@@ -10,9 +10,9 @@ import pytest
 from blake3 import blake3
 
 from headrace_proto.replica_pb2 import DescribeChunk, DescribeRequest, ModelFacts
-from headrace_router.replicas import fetch_model as module
+from headrace_router.replicas import replica_link as module
 from headrace_router.replicas.card_cache import CardCache
-from headrace_router.replicas.fetch_model import fetch_model
+from headrace_router.replicas.replica_link import fetch_model
 from headrace_router.text.model_card import ModelFactsError
 
 Fault = Callable[[], Awaitable[None]]

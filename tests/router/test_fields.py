@@ -17,13 +17,10 @@ from openai.types.chat import completion_create_params as chat_create_params
 from headrace_router.core.errors import InvalidRequestError, UnsupportedError
 from headrace_router.core.limits import Limits
 from headrace_router.validation.bodies import ChatBody, CompletionBody
-from headrace_router.validation.body_errors import parse_body
+from headrace_router.validation.body_errors import MAX_NAME_CHARS, MAX_NAMES, IgnoredFields, parse_body
 from headrace_router.validation.fields.api_page import api_page
 from headrace_router.validation.fields.defaults import DEFAULTS
-from headrace_router.validation.fields.field_table import HONOURED, RESTRICTED
-from headrace_router.validation.fields.ignored_fields import MAX_NAME_CHARS, MAX_NAMES, IgnoredFields
-from headrace_router.validation.fields.json_kind import same_json
-from headrace_router.validation.fields.restricted_field import RestrictedField
+from headrace_router.validation.fields.field_table import HONOURED, RESTRICTED, RestrictedField, same_json
 from headrace_router.validation.fields.scope import Scope
 from headrace_router.validation.fields.senders import SENDERS
 

@@ -25,7 +25,7 @@ from headrace_router.core.errors import InvalidRequestError
 from headrace_router.core.policy import LeastLoad, Policy, Predicted, RoundRobin, Session, Work
 from headrace_router.core.policy.interface import ChoiceRequest
 from headrace_router.dispatch.choice import Choice
-from headrace_router.dispatch.replica_counters import ReplicaCounters
+from headrace_router.dispatch.replica_metrics import ReplicaCounters
 from headrace_router.text.model_card import LoadedTokenizer, ModelCard
 from support.router.candidates import FakeCandidate as Candidate
 from support.router.candidates import plan, work

@@ -16,8 +16,7 @@ from pydantic import SecretStr
 from headrace_proto.errors import ListenError
 from headrace_router import server
 from headrace_router.access.auth import ApiKey, AuthConfig
-from headrace_router.api.listen import bind_http
-from headrace_router.api.port_reservation import PortReservation
+from headrace_router.api.listen import PortReservation, bind_http
 from headrace_router.config import RouterConfig, StaticMember
 from headrace_router.server import RouterServer
 from support.members import secret_file

@@ -2,8 +2,8 @@
 
 from prometheus_client import CollectorRegistry, Histogram
 
-from headrace_router.dispatch.exposition import render
-from headrace_router.dispatch.token_histogram import TokenHistogram
+from headrace_router.dispatch.replica_metrics import render
+from headrace_router.dispatch.router_metrics import TokenHistogram
 
 BOUNDS = (0.01, 0.1, 1, 2.5)
 VALUES = (0.0, 0.01, 0.010001, 0.5, 1.0, 2.5, 99.0)

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from headrace_router.dispatch import turns as module
-from headrace_router.dispatch.turns import Turns
+from headrace_router.dispatch import running_request as module
+from headrace_router.dispatch.running_request import Turns
 
 
 def test_calls_of_requests_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from headrace_proto.replica_pb2 import Load, ReplicaFrame, ReplicaIdentity
 from headrace_proto.stall import stall_limit
 from headrace_router.core.replica_state import ReplicaState
 from headrace_router.replicas.replica_link import LONGEST_REPORT_MS
-from headrace_worker.core.report_pacer import ReportPacer, ReportState
+from headrace_worker.core.load_reports import ReportPacer, ReportState
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -12,17 +12,15 @@ import pytest
 from headrace_proto import CONTRACT_VERSION
 from headrace_proto import replica_pb2 as pb
 from headrace_proto.channel_options import NO_PROXY
-from headrace_worker.core.arrivals import Arrivals
 from headrace_worker.core.engine import LoadSnapshot
 from headrace_worker.core.latency import StepCost
-from headrace_worker.core.load_reports import LoadReports
-from headrace_worker.core.report_pacer import EARLY_SECONDS, ReportPacer, ReportState
+from headrace_worker.core.load_reports import EARLY_SECONDS, Arrivals, LoadReports, ReportPacer, ReportState
 from headrace_worker.core.request import Output
-from headrace_worker.core.scheduler_counters import SchedulerCounters
-from headrace_worker.core.transfer.fetch import FetchCounters
+from headrace_worker.core.scheduler import SchedulerCounters
+from headrace_worker.core.transfer.fetching import FetchCounters
 from headrace_worker.core.transfer.offload import OffloadCounters
 from headrace_worker.server.convert import tokens_to_compute
-from headrace_worker.server.outbox import Outbox
+from headrace_worker.server.servicer import Outbox
 from support.members import MEMBER, METADATA
 
 LOAD = LoadSnapshot(

@@ -15,9 +15,9 @@ import pytest
 from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.core.plan import StepPlan, Work
 from headrace_worker.profiling.profiler import StepProfiler, Window, make_profiler
+from headrace_worker.profiling.recorder import top_operators
 from headrace_worker.profiling.report import Operator, ProfileFailedError, ProfileRefusedError
 from headrace_worker.profiling.stepping import ProfiledRunner
-from headrace_worker.profiling.trace_table import top_operators
 from support.worker.engine_bench import make_bench
 
 STEP_SECONDS = 0.5

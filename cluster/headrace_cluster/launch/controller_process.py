@@ -14,7 +14,7 @@ from headrace_cluster.launch.child_process import ChildProcess
 from headrace_cluster.local.run_logs import log_path
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_proto.address import host_port
-from headrace_router.api.port_reservation import PortReservation
+from headrace_router.api.listen import PortReservation
 
 START_SECONDS = 60.0  # for a new process to answer
 VIEW_SECONDS = 10.0  # for one that has answered before: replicas that load models use the same machine

@@ -24,7 +24,7 @@ from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_cluster.spec.process_specs import RoutersSpec
 from headrace_proto.address import host_port, port_of, split_address
 from headrace_proto.logs import LogConfig
-from headrace_router.api.port_reservation import PortReservation
+from headrace_router.api.listen import PortReservation
 from headrace_router.config import END_REQUESTS, RouterConfig
 
 

@@ -8,8 +8,7 @@ from headrace_cluster.simulator.stretch import ReportedStretch, StretchStep
 from headrace_cluster.simulator.virtual_time import VirtualTime
 from headrace_proto import replica_pb2 as pb
 from headrace_worker.core.engine import LoadSnapshot
-from headrace_worker.core.load_reports import LoadReports, RouterReports
-from headrace_worker.core.report_pacer import EARLY_SECONDS
+from headrace_worker.core.load_reports import EARLY_SECONDS, LoadReports, RouterReports
 from headrace_worker.server.convert import to_load, tokens_to_compute
 
 IDLE_SECONDS = 0.25  # between the steps of a replica without work

@@ -1,15 +1,59 @@
 """What a run has shown, in numbers."""
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import isfinite
 from typing import Any
 
 from headrace_cluster.simulator.cluster_change import to_text
-from headrace_cluster.simulator.lru_bound import hit_rate_bound
 from headrace_cluster.simulator.replayed_request import ReplayedRequest
 from headrace_cluster.simulator.simulation import WARM_UP_SECONDS, Setup, Simulation
+from headrace_cluster.simulator.trace import Trace, TraceRequest
+
+
+def hit_rate_bound(trace: Trace, blocks: int, block: int = 0, models: int = 1) -> float:
+    """Share of prompt tokens whose blocks were used before, by a cache of that many blocks that drops the oldest.
+
+    blocks: of `block` tokens each; 0 = the trace's. models: that take turns and share nothing. Requests follow one
+    another; only leading whole blocks count, and never all tokens of a prompt: the last one is always computed.
+    """
+    block = block or trace.block
+    chains = _Chains(trace.block, block)
+    cache: OrderedDict[int, None] = OrderedDict()
+    found = total = 0
+    for number, request in enumerate(trace.requests):
+        total += request.input_tokens
+        whole = list(chains.blocks(request, number % models))
+        for place in whole[: (request.input_tokens - 1) // block]:
+            if place not in cache:
+                break
+            found += block
+        for place in reversed(whole):
+            cache[place] = None
+            cache.move_to_end(place)
+        while len(cache) > blocks:
+            cache.popitem(last=False)
+    return found / total if total else 0.0
+
+
+class _Chains:
+    """Numbers for the simulated blocks: equal numbers are equal tokens with equal tokens before, as hashes are."""
+
+    def __init__(self, traced: int, block: int) -> None:
+        """Tokens of a block of the trace, and of a replica."""
+        self._traced = traced
+        self._block = block
+        self._numbers: dict[tuple[int, tuple[int, ...]], int] = {}
+
+    def blocks(self, request: TraceRequest, model: int) -> Iterator[int]:
+        """Of the prompt's whole blocks."""
+        before = -1 - model
+        for end in range(self._block, request.input_tokens + 1, self._block):
+            first = (end - self._block) // self._traced
+            content = request.block_ids[first : (end - 1) // self._traced + 1]
+            before = self._numbers.setdefault((before, content), len(self._numbers))
+            yield before
 
 
 @dataclass(frozen=True, slots=True)

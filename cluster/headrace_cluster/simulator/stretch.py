@@ -13,7 +13,7 @@ from headrace_cluster.simulator.latency_runner import LatencyRunner
 from headrace_cluster.simulator.replica_shape import OUTPUT_TOKEN
 from headrace_proto import replica_pb2 as pb
 from headrace_worker.core.engine import Engine, LoadSnapshot
-from headrace_worker.core.transfer.source_peers import SourceSpeed
+from headrace_worker.core.transfer.fetching import SourceSpeed
 from headrace_worker.server.convert import to_source_speeds, to_step_model
 
 LEAST_STEPS = 3  # of a stretch

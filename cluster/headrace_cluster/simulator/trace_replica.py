@@ -1,10 +1,9 @@
 """A replica: the production engine in virtual time. Its steps take the time of the latency model."""
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from random import Random
 
-from headrace_cluster.simulator.cache_feed import CacheFeed
 from headrace_cluster.simulator.latency_runner import LatencyRunner
 from headrace_cluster.simulator.load_reports import IDLE_SECONDS, ReplicaReports, RouterLink, StepReport
 from headrace_cluster.simulator.replica_shape import KEY, VOCABULARY, ReplicaShape
@@ -13,12 +12,72 @@ from headrace_cluster.simulator.transfers import Transfers
 from headrace_cluster.simulator.virtual_time import Event, VirtualTime
 from headrace_proto import replica_pb2 as pb
 from headrace_proto.block_hash import BlockHasher
+from headrace_proto.replica_pb2 import CacheEvent, CacheFrame
 from headrace_worker.core.engine import Engine
+from headrace_worker.core.kv.blocks import CacheChange
 from headrace_worker.core.kv.manager import KVManager
 from headrace_worker.core.request import Finish, Output
-from headrace_worker.core.scheduler import Scheduler
-from headrace_worker.core.scheduler_limits import SchedulerLimits
+from headrace_worker.core.scheduler import Scheduler, SchedulerLimits
 from headrace_worker.server.convert import fill_delta, to_request
+
+INTERVAL_SECONDS = 0.1  # between two increments
+Watcher = Callable[[CacheFrame], None]
+
+
+class CacheFeed:
+    """The cache events of a replica, as production's CacheEventHub sends them.
+
+    Each watcher gets a snapshot, then the net changes at an interval.
+    """
+
+    def __init__(self, time: VirtualTime, boot_id: bytes, network: float) -> None:
+        """network: seconds until a frame arrives."""
+        self._time = time
+        self._boot_id = boot_id
+        self._network = network
+        self._sequence = 0
+        self._held: dict[bytes, None] = {}
+        self._net: dict[bytes, bool] = {}
+        self._watchers: list[Watcher] = []
+        self._sending = False
+
+    def add(self, changes: Iterable[CacheChange]) -> None:
+        """Those of a step."""
+        for _, digest, stored, _ in changes:  # simulated replicas have no host memory for evicted blocks
+            if stored:
+                self._held[digest] = None
+            else:
+                self._held.pop(digest, None)
+            if self._watchers:
+                self._net[digest] = stored
+        if self._net and not self._sending:
+            self._sending = True
+            self._time.after(INTERVAL_SECONDS, self._send)
+
+    def watch(self, watcher: Watcher) -> None:
+        """Changes that no increment has had yet are in the snapshot and in the next increment, with equal states."""
+        event = CacheEvent(group=0, stored=list(self._held), cleared=True)
+        watcher(
+            CacheFrame(boot_id=self._boot_id, sequence=self._sequence, snapshot=True, snapshot_end=True, events=[event])
+        )
+        self._watchers.append(watcher)
+
+    def unwatch(self, watcher: Watcher) -> None:
+        if watcher in self._watchers:
+            self._watchers.remove(watcher)
+
+    def _send(self) -> None:
+        self._sending = False
+        net, self._net = self._net, {}
+        self._sequence += 1
+        event = CacheEvent(
+            group=0,
+            stored=[digest for digest, stored in net.items() if stored],
+            removed=[digest for digest, stored in net.items() if not stored],
+        )
+        frame = CacheFrame(boot_id=self._boot_id, sequence=self._sequence, events=[event])
+        for watcher in self._watchers:
+            self._time.after(self._network, lambda watcher=watcher: watcher(frame))  # type: ignore[misc]
 
 
 class TraceReplica:

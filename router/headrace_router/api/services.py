@@ -1,8 +1,10 @@
 """The services that the HTTP and the gRPC API of a router share."""
 
 import asyncio
+import re
+import secrets
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
@@ -12,16 +14,39 @@ from headrace_router.api.http.body import BodyReader
 from headrace_router.api.work_slices import WorkSlices
 from headrace_router.config import RouterConfig
 from headrace_router.core.account import AccountTable, TimeAccount
+from headrace_router.core.errors import InvalidRequestError
 from headrace_router.core.fleet import Fleet
 from headrace_router.core.placement import FleetPlacement
 from headrace_router.dispatch.admission import Admission
 from headrace_router.dispatch.prepare import Preparer
 from headrace_router.dispatch.request import GenerationRequest
 from headrace_router.dispatch.router_metrics import RouterMetrics
-from headrace_router.dispatch.running_request import RunningRequest
-from headrace_router.dispatch.turns import Turns
+from headrace_router.dispatch.running_request import RunningRequest, Turns
 from headrace_router.text.model_card import ModelCard
 from headrace_router.text.tokenizer_pool import TokenizerPool
+
+_VALID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+
+
+def request_id(given: bytes) -> str:
+    """given: what the client sent; empty or invalid = it gets a random one."""
+    return given.decode() if _VALID.fullmatch(given) else secrets.token_hex(16)
+
+
+def session_of(metadata: Iterable[tuple[bytes | str, bytes | str]] | None, config: RouterConfig) -> str:
+    """The first value of the header `config.session_header`, which may be written with underscores; empty = none.
+
+    Raises InvalidRequestError if it has more than `limits.label_bytes` bytes, as for labels in a body.
+    """
+    name, limit = config.session_header, config.limits.label_bytes
+    for given, value in metadata or ():
+        key = given.decode("latin-1") if isinstance(given, bytes) else given
+        if value and (key == name or key.replace("_", "-") == name.replace("_", "-")):
+            text = value.decode("latin-1") if isinstance(value, bytes) else value
+            if len(text) > limit:
+                raise InvalidRequestError(f"'{name}' has {len(text)} bytes; the limit is {limit}.", param=name)
+            return text
+    return ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,14 +17,12 @@ from headrace_router.core.policy.interface import ChoiceRequest
 from headrace_router.core.replica_blocks import HashScheme
 from headrace_router.core.sampling_options import API_DEFAULTS
 from headrace_router.dispatch.answer_grammar import AnswerGrammars
-from headrace_router.dispatch.prompt_hasher import Prompt, PromptHasher
-from headrace_router.dispatch.request import GenerationRequest
+from headrace_router.dispatch.request import GenerationRequest, Prompt, PromptHasher
 from headrace_router.text.model_card import ChatForm, ModelCard
 from headrace_router.text.prompt_text import names, strings
 from headrace_router.text.tokenizer_pool import TokenizerPool
 from headrace_router.validation.bodies import ChatBody, CompletionBody, RequestOptions
-from headrace_router.validation.constraint import grammar_of
-from headrace_router.validation.tool_use import ToolUse, template_message, tools_of
+from headrace_router.validation.tool_use import ToolUse, grammar_of, template_message, tools_of
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions, unless the model has one
 UINT64 = 1 << 64

@@ -1,11 +1,33 @@
 """A validated request, the same for HTTP and gRPC."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
+from headrace_router.access.auth import Tenant
 from headrace_router.answer.parser import AnswerParser
 from headrace_router.core.policy.interface import ChoiceRequest
+from headrace_router.core.replica_blocks import HashScheme, PromptBlocks
 from headrace_router.text.model_card import ModelCard
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """The tokens of a prompt, and its blocks by each scheme."""
+
+    token_ids: list[int]
+    blocks: Mapping[HashScheme, PromptBlocks]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptHasher:
+    """Hashes the KV blocks of a tenant's prompts as the replicas do. The tenant's salt is in every hash."""
+
+    schemes: Collection[HashScheme]
+    tenant: Tenant
+
+    def prompt(self, token_ids: list[int]) -> Prompt:
+        """Slow: call it off the event loop."""
+        return Prompt(token_ids, {scheme: scheme.blocks(self.tenant.salt, token_ids) for scheme in self.schemes})
 
 
 @dataclass(frozen=True, slots=True)

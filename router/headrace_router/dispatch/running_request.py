@@ -3,8 +3,11 @@
 import asyncio
 import random
 import time
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from time import perf_counter
 from types import TracebackType
+from typing import Any
 
 import structlog
 
@@ -14,16 +17,197 @@ from headrace_router.core.account import Cause, Recorder, TimeAccount
 from headrace_router.core.attempt import Attempt, Outcome
 from headrace_router.core.choice_run import ChoiceRun
 from headrace_router.core.errors import ApiError, InternalError
-from headrace_router.core.placement import Placed, Placement
+from headrace_router.core.placement import FleetPlacement, Placed, Placement
+from headrace_router.core.policy.interface import ChoiceRequest
 from headrace_router.core.replica_state import ReplicaState
 from headrace_router.core.retry import RetryState
 from headrace_router.dispatch.choice import Choice, ChoiceUpdate
-from headrace_router.dispatch.choice_observer import ChoiceObserver
 from headrace_router.dispatch.request import GenerationRequest, is_first
-from headrace_router.dispatch.router_metrics import RouterMetrics
-from headrace_router.dispatch.signal import Signal
-from headrace_router.dispatch.turns import Turns
+from headrace_router.dispatch.router_metrics import RouterMetrics, TokenSeries
 from headrace_router.text.model_card import ModelCard
+
+
+class MeasuredPlacement(FleetPlacement[ModelCard]):
+    """Placement whose decisions are timed, and counted by where the prompt's KV blocks come from."""
+
+    def __init__(self, metrics: RouterMetrics, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self._metrics = metrics
+
+    def place(self, request: ChoiceRequest, *given: Any, **options: Any) -> Placed[ModelCard] | None:
+        began = perf_counter()
+        placed = super().place(request, *given, **options)
+        if placed is not None:
+            self._metrics.placement_seconds.labels(request.model).observe(perf_counter() - began)
+        return placed
+
+
+def placement_reason(placed: Placed[ModelCard]) -> str:
+    """Where the KV blocks of the prompt come from: prefill, fetched, cached or computed; other = no policy chose."""
+    if placed.source is not None:
+        return "fetched" if placed.source.cached_only else "prefill"
+    if placed.decision is None:
+        return "other"
+    return "cached" if placed.expected_tokens else "computed"
+
+
+class Turns:
+    """Calls that requests put off to a later turn of the event loop, run in slices: one call of each request in turn.
+
+    A request with many choices does not delay the other requests much.
+    """
+
+    def __init__(self) -> None:
+        self._calls: OrderedDict[object, deque[list[Callable[[], None]]]] = OrderedDict()  # by request
+        self._scheduled = False
+
+    def soon(self, request: object, call: Callable[[], None]) -> Callable[[], None]:
+        """Calls it after the current call has returned; the result cancels that. It must not raise."""
+        entry = [call]
+        self._calls.setdefault(request, deque()).append(entry)
+        self._schedule()
+        return entry.clear
+
+    def _schedule(self) -> None:
+        if not self._scheduled:
+            self._scheduled = True
+            asyncio.get_running_loop().call_soon(self._run)
+
+    def _run(self) -> None:
+        self._scheduled = False
+        end = time.perf_counter() + SLICE_SECONDS
+        while self._calls:
+            request, calls = self._calls.popitem(last=False)
+            entry = calls.popleft()
+            if calls:
+                self._calls[request] = calls
+            try:
+                if entry:
+                    entry.pop()()
+            finally:
+                if self._calls:
+                    self._schedule()
+            if time.perf_counter() >= end:
+                break
+
+
+class Signal:
+    """What asyncio.Event and asyncio.timeout do together, for one reader that waits once per token.
+
+    A timer for each wait would cost as much as all else that a token costs. One is kept instead, which checks how long
+    the reader has waited when it is due.
+    """
+
+    def __init__(self) -> None:
+        self._set = False
+        self._waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._since = 0.0  # of the wait, on the event loop's clock
+
+    def set(self) -> None:
+        self._set = True
+        self._wake()
+
+    async def wait(self, seconds: float | None = None) -> bool:
+        """Waits until it is set, and clears it; False after so many seconds in which it was not set.
+
+        seconds: the same in all waits.
+        """
+        if not self._set:
+            loop = asyncio.get_running_loop()
+            self._waiter = loop.create_future()
+            if seconds is not None:
+                self._since = loop.time()
+                if self._timer is None:
+                    self._timer = loop.call_later(seconds, self._check, seconds)
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        found, self._set = self._set, False
+        return found
+
+    def close(self) -> None:
+        """There is no further wait."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _check(self, seconds: float) -> None:
+        self._timer = None
+        if self._waiter is None:
+            return  # the next wait makes a timer
+        loop = asyncio.get_running_loop()
+        left = self._since + seconds - loop.time()
+        if left > 0:
+            self._timer = loop.call_later(left, self._check, seconds)
+        else:
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class ChoiceObserver:
+    """Measures the latencies of one choice, over all its attempts. `began` is on the clock of time.monotonic."""
+
+    def __init__(self, metrics: RouterMetrics, model: str, began: float) -> None:
+        self._metrics = metrics
+        self._model = model
+        self._labels = (model, "")
+        self._inter_token: TokenSeries | None = None
+        self._began = began
+        self._first = 0.0
+        self._last = 0.0
+        self._count = 0
+        self._placed = 0.0
+        self._predicted: float | None = None  # seconds from then to the first token
+        self._expected: int | None = None  # tokens of the prompt in the cache there
+
+    def placed(self, placed: Placed[ModelCard]) -> None:
+        """From now on it runs on this replica; the pause of a move is counted under its label."""
+        prediction = placed.prediction
+        self._placed = time.monotonic()
+        self._predicted = prediction.first_token if prediction is not None else None
+        self._expected = placed.expected_tokens if prediction is not None and placed.source is None else None
+        self._labels = (self._model, placed.replica.replica_id)
+        self._metrics.placements.labels(self._model, placement_reason(placed)).inc()
+        self._inter_token = self._metrics.inter_token.labels(*self._labels)
+
+    def add_tokens(self, count: int, cached: int) -> None:
+        """New tokens arrived now; several in one frame share the time since the last frame.
+
+        cached: tokens of the prompt that the replica found in its cache.
+        """
+        if not count:
+            return
+        now = time.monotonic()
+        if self._count and self._inter_token is not None:
+            self._inter_token.observe((now - self._last) / count)
+        elif not self._count:
+            self._first = now
+            self._metrics.first_token.labels(*self._labels).observe(now - self._began)
+            actual = now - self._placed
+            if self._predicted is not None and actual > 0:
+                error = abs(self._predicted - actual) / actual
+                self._metrics.prediction_error.labels(*self._labels).observe(error)
+            if self._expected is not None:
+                self._metrics.expected_cached.labels(self._model).inc(self._expected)
+                self._metrics.found_cached.labels(self._model).inc(cached)
+        self._last = now
+        self._count += count
+
+    def finished(self, choice: Choice, attempt: Attempt) -> None:
+        """The choice is complete."""
+        metrics, labels = self._metrics, self._labels
+        metrics.end_to_end.labels(*labels).observe(time.monotonic() - self._began)
+        if self._count > 1:
+            metrics.per_token.labels(*labels).observe((self._last - self._first) / (self._count - 1))
+        if attempt.queue_seconds is not None:
+            metrics.queued.labels(*labels).observe(attempt.queue_seconds)
+        metrics.success.labels(*labels, choice.finish_reason or "").inc()
+
 
 SLICE_SECONDS = 0.002  # of the event loop, to begin choices
 

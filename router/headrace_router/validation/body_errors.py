@@ -1,5 +1,7 @@
 """Bodies to models: unsupported fields are refused by name, and each error is one sentence."""
 
+import re
+from difflib import get_close_matches
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -8,13 +10,100 @@ from headrace_router.core.errors import (
     InvalidRequestError,
     InvalidValueError,
     MissingParameterError,
+    UnknownParameterError,
     UnsupportedError,
 )
 from headrace_router.core.limits import Limits
 from headrace_router.validation.bodies import ChatBody, CompletionBody
-from headrace_router.validation.fields.filter_fields import filter_fields
-from headrace_router.validation.fields.ignored_fields import IgnoredFields
+from headrace_router.validation.fields.field_table import HONOURED, RESTRICTED
 from headrace_router.validation.fields.scope import Scope
+
+HEADER = b"x-headrace-ignored-fields"
+MAX_NAMES = 16
+MAX_NAME_CHARS = 64
+
+_NOT_PLAIN = re.compile(r"[^A-Za-z0-9_.\[\]-]")
+
+
+class IgnoredFields:
+    """Collects names for the header: bounded in number and length, and reduced to plain characters."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, None] = {}
+        self._more = False
+
+    def add(self, name: str) -> None:
+        if self._more:
+            return
+        shown = _NOT_PLAIN.sub("_", name[:MAX_NAME_CHARS])
+        if shown in self._names:
+            return
+        if len(self._names) < MAX_NAMES:
+            self._names[shown] = None
+        else:
+            self._more = True
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """The header, or an empty list if nothing was ignored. `...` replaces the names beyond the limit."""
+        if not self._names:
+            return []
+        return [(HEADER, ", ".join([*self._names, *(["..."] if self._more else [])]).encode())]
+
+
+def filter_fields(body: dict[str, Any], scope: Scope, ignored: IgnoredFields | None) -> dict[str, Any]:
+    """The body without fields that are null or accepted, and without unknown ones if these are ignored.
+
+    ignored: collects the names of unknown fields; None = they are refused.
+    Raises UnsupportedError or InvalidRequestError with `param` set.
+    """
+    kept = _filter(body, scope, "", ignored)
+    if isinstance(options := kept.get("stream_options"), dict):
+        kept["stream_options"] = _filter(options, Scope.STREAM_OPTIONS, "stream_options.", ignored)
+    if scope is Scope.CHAT and isinstance(messages := kept.get("messages"), list):
+        kept["messages"] = [_message(message, f"messages[{i}]", ignored) for i, message in enumerate(messages)]
+    return kept
+
+
+def _message(message: Any, path: str, ignored: IgnoredFields | None) -> Any:
+    if not isinstance(message, dict):
+        return message
+    kept = _filter(message, Scope.MESSAGE, path + ".", ignored)
+    if isinstance(content := kept.get("content"), list):
+        kept["content"] = [
+            _filter(part, Scope.PART, f"{path}.content[{i}].", ignored) if _is_text(part) else part
+            for i, part in enumerate(content)
+        ]
+    return kept
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text"
+
+
+def _filter(fields: dict[str, Any], scope: Scope, before: str, ignored: IgnoredFields | None) -> dict[str, Any]:
+    if len(fields) > scope.max_fields:
+        what = f"'{before[:-1]}'" if before else "The body"
+        raise InvalidRequestError(
+            f"{what} has {len(fields)} fields; the limit is {scope.max_fields}.", param=before[:-1] or None
+        )
+    honoured, restricted = HONOURED[scope], RESTRICTED[scope]
+    kept: dict[str, Any] = {}
+    for name, value in fields.items():
+        if value is None:
+            continue
+        if name in honoured:
+            kept[name] = value
+        elif row := restricted.get(name):
+            row.check(value, before + name)
+        elif ignored is not None:
+            ignored.add(name if not before else f"{scope.value}.{name}")
+        else:
+            path = (before + name)[:100]
+            near = get_close_matches(name[:40], [*honoured, *restricted], n=1)
+            hint = f": did you mean '{before}{near[0]}'?" if near else "."
+            raise UnknownParameterError(f"Unknown field '{path}'{hint}", param=path)
+    return kept
+
 
 Body = TypeVar("Body", ChatBody, CompletionBody)
 

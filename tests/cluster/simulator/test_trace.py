@@ -7,7 +7,7 @@ import pytest
 
 from headrace_cluster.simulator import trace as trace_module
 from headrace_cluster.simulator.errors import TraceError
-from headrace_cluster.simulator.lru_bound import hit_rate_bound
+from headrace_cluster.simulator.result import hit_rate_bound
 from headrace_cluster.simulator.trace import Trace, TraceRequest, read_trace, token_ids
 
 MOONCAKE = '{"timestamp": %d, "input_length": %d, "output_length": 5, "hash_ids": %s}\n'

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from headrace_worker.core.transfer.exchange import Outbound
-from headrace_worker.core.transfer.grant import lease
+from headrace_worker.core.transfer.granting import lease
 from headrace_worker.core.transfer.messages import Commit, Offer
 from support.simulation.world import InvariantViolation
 

@@ -14,8 +14,7 @@ from headrace_worker.core.engine import Engine
 from headrace_worker.core.kv.manager import KVManager, ModelScope
 from headrace_worker.core.kv.states import SLOTS_PER_ROW
 from headrace_worker.core.request import Finish, Output
-from headrace_worker.core.scheduler import Scheduler
-from headrace_worker.core.scheduler_limits import SchedulerLimits
+from headrace_worker.core.scheduler import Scheduler, SchedulerLimits
 from headrace_worker.core.transfer.exchange import Outbound, TransferExchange
 from headrace_worker.core.transfer.orders import TransferReport
 from headrace_worker.core.transfer.shards import KvShards

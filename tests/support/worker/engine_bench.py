@@ -10,8 +10,7 @@ from headrace_worker.core.kv.manager import KVManager, ModelScope
 from headrace_worker.core.layout import CacheGroupSpec, CacheLayout, StateSpec
 from headrace_worker.core.plan import RowSampling
 from headrace_worker.core.request import Request
-from headrace_worker.core.scheduler import Scheduler
-from headrace_worker.core.scheduler_limits import SchedulerLimits
+from headrace_worker.core.scheduler import Scheduler, SchedulerLimits
 from headrace_worker.core.transfer.slots import Slots
 from support.worker.fake_runner import FakeRunner, PipelineRunner
 

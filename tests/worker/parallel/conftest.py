@@ -18,8 +18,7 @@ from headrace_worker.comm.parallel_context import ParallelContext
 from headrace_worker.core.engine import Engine
 from headrace_worker.core.kv.manager import KVManager, ModelScope
 from headrace_worker.core.request import Finish
-from headrace_worker.core.scheduler import Scheduler
-from headrace_worker.core.scheduler_limits import SchedulerLimits
+from headrace_worker.core.scheduler import Scheduler, SchedulerLimits
 from headrace_worker.model.load import LoadedModel, load
 from headrace_worker.model.surgery import SurgeryPlan
 from headrace_worker.offline import Completion, OfflineEngine, Prompt

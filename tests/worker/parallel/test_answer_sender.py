@@ -10,7 +10,7 @@ import torch
 from headrace_worker.comm.errors import RankLostError
 from headrace_worker.comm.failure_detection import FailureDetector
 from headrace_worker.core.plan import StepPlan, Work
-from headrace_worker.ranks.answer_sender import AnswerSender
+from headrace_worker.ranks.follower import AnswerSender
 from headrace_worker.ranks.messages import Answer
 from headrace_worker.ranks.stage import DRAWING_FAILED, StageResult
 from headrace_worker.sampler import SampleOutput

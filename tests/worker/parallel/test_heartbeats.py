@@ -2,7 +2,7 @@
 
 import pytest
 
-from headrace_worker.comm.heartbeats import HeartbeatTracker
+from headrace_worker.comm.failure_detection import HeartbeatTracker
 
 
 @pytest.fixture

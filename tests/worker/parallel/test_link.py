@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from headrace_worker.comm.link import MAX_PAYLOAD, FrameKind, Link
-from headrace_worker.comm.shared_entries import SharedEntries
+from headrace_worker.comm.failure_detection import MAX_PAYLOAD, FrameKind, Link, SharedEntries
 
 Pair = tuple[Link, Link]
 

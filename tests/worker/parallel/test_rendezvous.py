@@ -11,8 +11,7 @@ import pytest
 
 from headrace_worker.comm.errors import RankLostError, RendezvousError
 from headrace_worker.comm.failure_detection import FailureDetector
-from headrace_worker.comm.handshake import connect_to_rank_0
-from headrace_worker.comm.rendezvous import RendezvousHost, RendezvousStore, join_rendezvous
+from headrace_worker.comm.rendezvous import RendezvousHost, RendezvousStore, connect_to_rank_0, join_rendezvous
 
 Detectors = Callable[[int], FailureDetector]
 

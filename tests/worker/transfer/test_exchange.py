@@ -3,8 +3,8 @@
 import pytest
 
 from headrace_worker.core.plan import StepPlan
-from headrace_worker.core.transfer.fetch import patience
-from headrace_worker.core.transfer.grant import lease
+from headrace_worker.core.transfer.fetching import patience
+from headrace_worker.core.transfer.granting import lease
 from headrace_worker.core.transfer.messages import (
     Cancel,
     Commit,

@@ -20,8 +20,7 @@ from headrace_worker.core.engine import Engine
 from headrace_worker.core.kv.manager import KVManager, ModelScope
 from headrace_worker.core.kv.sizing import DEFAULT_MAX_NUM_SEQS, KvSize, request_limit, size_kv
 from headrace_worker.core.progress import Progress, ignore_progress
-from headrace_worker.core.scheduler import Scheduler
-from headrace_worker.core.scheduler_limits import SchedulerLimits
+from headrace_worker.core.scheduler import Scheduler, SchedulerLimits
 from headrace_worker.core.step_runner import StepRunner
 from headrace_worker.core.transfer.orders import TransferReport
 from headrace_worker.core.transfer.slots import Slots

@@ -8,16 +8,214 @@ rank 3 ──┘                         the others, and all of them detect the 
 import contextlib
 import os
 import selectors
+import socket
+import struct
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from enum import Enum
 from typing import TypeVar
 
 from headrace_worker.comm.errors import RankLostError
-from headrace_worker.comm.heartbeats import HeartbeatTracker
-from headrace_worker.comm.link import FrameKind, Link
-from headrace_worker.comm.shared_entries import SharedEntries
+
+_HEAD = struct.Struct("!cI")
+MAX_PAYLOAD = 1 << 20
+_MAX_CHARS = 2000  # of a text
+_SEND_SECONDS = 0.5  # a peer that does not read for this long has a full socket: the heartbeats will detect it
+
+
+class FrameKind(Enum):
+    ALIVE = b"a"
+    ENTRY = b"e"  # the payload is a key and a value of `SharedEntries`
+    FAILED = b"f"  # the text is the reason
+    LEAVING = b"l"
+    NOTE = b"n"  # the payload is for the listener on rank 0
+
+
+class Link:
+    """A connection to a rank that has joined. `read` is for one thread, `send` for any.
+
+    A frame is its kind (1 byte), the length of its payload (4 bytes, big-endian), and the payload.
+    """
+
+    def __init__(self, connection: socket.socket, rank: int, pid: int) -> None:
+        self.rank = rank
+        self.pid = pid
+        self.socket = connection
+        self._received = bytearray()
+        self._broken = False  # a frame was sent in part: nothing after it could be read
+        self._sending = threading.Lock()
+        connection.settimeout(_SEND_SECONDS)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} (process {self.pid})"
+
+    def send_text(self, kind: FrameKind, text: str = "") -> None:
+        """Send a frame with a text, of which at most 2,000 characters are sent."""
+        self.send(kind, text[:_MAX_CHARS].encode())
+
+    def send(self, kind: FrameKind, payload: bytes = b"") -> None:
+        """Send a frame; errors are ignored: liveness is judged from what is received."""
+        with self._sending:
+            if self._broken:
+                return
+            frame = _HEAD.pack(kind.value, len(payload)) + payload
+            try:
+                self.socket.sendall(frame)
+            except OSError:
+                self._broken = True
+
+    def read(self) -> list[tuple[FrameKind, bytes]]:
+        """The frames that have arrived. Raises ConnectionError when the connection closed or a frame is malformed."""
+        try:
+            data = self.socket.recv(1 << 16)
+        except TimeoutError:
+            return []
+        if not data:
+            raise ConnectionResetError
+        self._received += data
+        frames = []
+        while (frame := self._next_frame()) is not None:
+            frames.append(frame)
+        return frames
+
+    def _next_frame(self) -> tuple[FrameKind, bytes] | None:
+        if len(self._received) < _HEAD.size:
+            return None
+        code, length = _HEAD.unpack_from(self._received)
+        if length > MAX_PAYLOAD:
+            raise ConnectionAbortedError
+        end = _HEAD.size + length
+        if len(self._received) < end:
+            return None
+        payload = bytes(self._received[_HEAD.size : end])
+        del self._received[:end]
+        try:
+            return FrameKind(code), payload
+        except ValueError as error:
+            raise ConnectionAbortedError from error
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self.socket.close()
+
+
+_KEY_LENGTH = struct.Struct("!H")
+
+
+class SharedEntries:
+    """Strings to bytes. Every rank has a copy, and rank 0 forwards what it receives. Entries do not change. Thread-safe.
+
+    Only the ranks' links carry them: no port serves them, and no other process can read or change them.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._links: list[Link] = []
+        self._changed = threading.Condition()
+
+    def attach(self, link: Link) -> None:
+        """Share with one more rank, which first receives the entries so far."""
+        with self._changed:
+            for key, value in self._values.items():
+                link.send(FrameKind.ENTRY, _encode(key, value))
+            self._links.append(link)
+
+    def publish(self, key: str, value: bytes) -> None:
+        """Set an entry on all ranks. Raises ValueError when it is larger than a frame."""
+        payload = _encode(key, value)
+        if len(payload) > MAX_PAYLOAD:
+            raise ValueError(f"the entry {key} has {len(value)} bytes: a frame holds {MAX_PAYLOAD}")
+        self._set(key, value, payload, None)
+
+    def receive(self, link: Link, payload: bytes) -> None:
+        """Handle an entry that another rank published. Raises ValueError when it is malformed."""
+        key, value = _decode(payload)
+        self._set(key, value, payload, link)
+
+    def find(self, key: str) -> bytes | None:
+        with self._changed:
+            return self._values.get(key)
+
+    def wait(self, key: str, seconds: float) -> bytes | None:
+        """The value of `key`, waiting for at most `seconds` until it is set."""
+        with self._changed:
+            self._changed.wait_for(lambda: key in self._values, seconds)
+            return self._values.get(key)
+
+    def discard(self, key: str) -> None:
+        """Drop this rank's copy of an entry."""
+        with self._changed:
+            self._values.pop(key, None)
+
+    def _set(self, key: str, value: bytes, payload: bytes, origin: Link | None) -> None:
+        with self._changed:  # held while sending, so that a rank that is attached meanwhile misses no entry
+            self._values[key] = value
+            for link in self._links:
+                if link is not origin:
+                    link.send(FrameKind.ENTRY, payload)
+            self._changed.notify_all()
+
+
+def _encode(key: str, value: bytes) -> bytes:
+    encoded = key.encode()
+    return _KEY_LENGTH.pack(len(encoded)) + encoded + value
+
+
+def _decode(payload: bytes) -> tuple[str, bytes]:
+    if len(payload) < _KEY_LENGTH.size:
+        raise ValueError("an entry without a key")
+    (length,) = _KEY_LENGTH.unpack_from(payload)
+    start = _KEY_LENGTH.size + length
+    return payload[_KEY_LENGTH.size : start].decode(), payload[start:]
+
+
+class HeartbeatTracker:
+    """Ticks since each peer's last frame, counted by this process.
+
+    Wall time would not work: when the whole machine, or this process, stalls for seconds, every peer seems silent. A
+    tick is counted only while this process runs.
+    """
+
+    def __init__(self, limit: int, parting: int) -> None:
+        """`limit`: ticks a peer may be silent; `parting`: ticks between a peer's orderly exit and that of this rank."""
+        self.limit = limit
+        self._parting = parting
+        self._silent: dict[int, int] = {}
+        self._left: set[int] = set()
+
+    def add(self, rank: int) -> None:
+        self._silent.setdefault(rank, 0)
+
+    def record_frame(self, rank: int) -> None:
+        if rank in self._silent:
+            self._silent[rank] = 0
+
+    def record_leaving(self, rank: int) -> None:
+        """The peer announced its exit, which is orderly if this rank exits at about the same time."""
+        self.record_frame(rank)
+        self._left.add(rank)
+
+    def has_left(self, rank: int) -> bool:
+        return rank in self._left
+
+    def remove(self, rank: int) -> None:
+        """The peer's end is known: stop counting its silence."""
+        self._silent.pop(rank, None)
+
+    def tick(self) -> list[int]:
+        """Count one tick. Returns the ranks that have been silent for too long, each of them once."""
+        overdue = []
+        for rank in list(self._silent):
+            self._silent[rank] += 1
+            if self._silent[rank] > (self._parting if rank in self._left else self.limit):
+                overdue.append(rank)
+                self.remove(rank)
+        return overdue
+
 
 TICK_SECONDS = 0.1
 SILENT_TICKS = 40  # not fewer: where many processes share few cores, a live one may not be scheduled for 1–2 s

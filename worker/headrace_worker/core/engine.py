@@ -13,15 +13,13 @@ from headrace_worker.core.latency import StepCost, StepLatency
 from headrace_worker.core.plan import StepPlan
 from headrace_worker.core.request import Finish, Output, Request
 from headrace_worker.core.scheduled_step import ScheduledStep
-from headrace_worker.core.scheduler import Scheduler
-from headrace_worker.core.scheduler_counters import SchedulerCounters
+from headrace_worker.core.scheduler import Scheduler, SchedulerCounters
 from headrace_worker.core.step_runner import RunnerBrokenError, StepRunner
 from headrace_worker.core.transfer.exchange import TransferExchange
-from headrace_worker.core.transfer.fetch import FetchCounters
+from headrace_worker.core.transfer.fetching import FetchCounters, SourceSpeed
 from headrace_worker.core.transfer.offload import OffloadCounters
 from headrace_worker.core.transfer.orders import Order
 from headrace_worker.core.transfer.slots import Slots
-from headrace_worker.core.transfer.source_peers import SourceSpeed
 
 log = structlog.get_logger(__name__)
 

@@ -4,13 +4,90 @@ A report's load includes every request that was received until it is sent. What 
 step ended is announced EARLY_SECONDS later, also during a step; a `ReportPacer` for each router decides on the rest.
 """
 
-from headrace_worker.core.arrivals import Arrivals
+from collections import deque
+from dataclasses import dataclass
+
+from headrace_proto.stall import stall_limit
 from headrace_worker.core.engine import LoadSnapshot
-from headrace_worker.core.report_pacer import ReportPacer, ReportState
+
+
+class Arrivals:
+    """Submits that were received and that the load of the newest step does not include, in the order of arrival.
+
+    A step may take half a second. Other routers place by the load as well, so it includes these submits at once: with
+    the tokens that the router of each expects to be computed.
+    """
+
+    def __init__(self) -> None:
+        self.received = 0
+        self.tokens = 0
+        self._waiting: deque[tuple[int, int]] = deque()  # number, from 1, and tokens
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, tokens: int) -> None:
+        """Another one was received."""
+        self.received += 1
+        self.tokens += tokens
+        self._waiting.append((self.received, tokens))
+
+    def take(self, number: int) -> None:
+        """The step's load includes the first `number` of all that were received."""
+        while self._waiting and self._waiting[0][0] <= number:
+            self.tokens -= self._waiting.popleft()[1]
+
+    def since(self, number: int) -> tuple[int, int]:
+        """How many were received after the first `number` and are not included yet, and their tokens."""
+        tokens = [tokens for each, tokens in self._waiting if each > number]
+        return len(tokens), sum(tokens)
+
+
+EARLY_SECONDS = 0.02  # after the last frame: a submit that the load now includes is reported
+
+
+@dataclass(frozen=True, slots=True)
+class ReportState:
+    """What a frame reports that a router must know early."""
+
+    next_step: float  # seconds until the next one ends, as predicted
+    submits: int = 0  # of the router: the load includes all that were received
+    others: int = 0  # of other routers, when this one was last informed of them between two steps
+    draining: bool = False
+
+
+class ReportPacer:
+    """When one router gets a frame without tokens: as often as it has requested.
+
+    Frames with tokens are sent in any case, and count as reports.
+
+    The router adds the interval to the time after which it regards the replica as stalled: `due` keeps the time between
+    two frames below the interval and the longest step that the last frame explains.
+    """
+
+    def __init__(self, interval: float = 0.0) -> None:
+        """interval: seconds between two reports; 0 = one after each step."""
+        self._interval = interval
+        self._last: ReportState | None = None
+        self._at = 0.0
+
+    def due(self, state: ReportState, now: float) -> bool:
+        """Whether a frame without tokens is sent after the step that has ended now."""
+        last = self._last
+        if last is None or (state.draining, state.others) != (last.draining, last.others):
+            return True
+        if stall_limit(state.next_step) > stall_limit(last.next_step):
+            return True  # the last frame does not explain such a long step
+        pause = self._interval if state.submits == last.submits else min(self._interval, EARLY_SECONDS)
+        return now + state.next_step / 2 >= self._at + pause  # at the step that ends closest to that time
+
+    def sent(self, state: ReportState, now: float) -> None:
+        """A frame was sent, with tokens or without."""
+        self._last, self._at = state, now
 
 
 class RouterReports:
-    """Of one router."""
+    """What one router is informed of."""
 
     def __init__(self, interval: float) -> None:
         """interval: seconds between two reports without tokens; 0 = one after each step."""
@@ -21,7 +98,7 @@ class RouterReports:
 
 
 class LoadReports:
-    """Of all connected routers."""
+    """What all connected routers are informed of."""
 
     def __init__(self, idle_tick: float) -> None:
         """idle_tick: seconds between two steps of a replica without work."""

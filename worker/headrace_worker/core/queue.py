@@ -1,12 +1,76 @@
 """Requests that wait for a row, fair among tenants; of one tenant in order of priority and arrival."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
-from headrace_worker.core.fair_shares import has_place
 from headrace_worker.core.request import Request
+
+
+class Deadlines:
+    """Requests in the order of their deadlines; requests without a deadline are not stored.
+
+    Those that have ended are removed when they are first, or before the heap grows to twice what was left last time.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Request]] = []
+        self._counter = 0
+        self._clean_at = 64
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def add(self, request: Request) -> None:
+        if request.deadline is None:
+            return
+        if len(self._heap) >= self._clean_at:
+            self._heap = [entry for entry in self._heap if entry[2].finish is None]
+            heapify(self._heap)
+            self._clean_at = max(64, 2 * len(self._heap))
+        self._counter += 1
+        heappush(self._heap, (request.deadline, self._counter, request))
+
+    def take_expired(self, now: float) -> Iterator[Request]:
+        """Removes and yields the requests whose deadline has passed and that have not ended."""
+        while self._heap and (self._heap[0][0] <= now or self._heap[0][2].finish is not None):
+            request = heappop(self._heap)[2]
+            if request.finish is None:
+                yield request
+
+
+def has_place(capacity: int, count: int, own: int, tenants: int) -> bool:
+    """Whether one more of a tenant may enter where `count` of `tenants` are, `own` of them its own.
+
+    Beyond the capacity, and up to twice of it, a tenant may have an equal part: no other one keeps it out.
+    """
+    if count < capacity:
+        return True
+    return tenants > 0 and count < 2 * capacity and (not own or own < capacity // tenants)
+
+
+def divide_budget(missing: Sequence[tuple[bytes, int]], budget: int, waiting: frozenset[bytes]) -> list[int]:
+    """Positions to compute of each prompt: equal shares of the budget per tenant, in order within one.
+
+    missing: tenant and missing positions of each prompt. What a tenant does not need is divided among the others.
+    waiting: tenants whose shares remain in the budget, for requests that are not admitted yet.
+    """
+    needs: Counter[bytes] = Counter()
+    for tenant, count in missing:
+        needs[tenant] += count
+    parts = len(needs.keys() | waiting)
+    shares: dict[bytes, int] = {}
+    for tenant in sorted(needs, key=lambda tenant: needs[tenant]):
+        shares[tenant] = min(needs[tenant], -(-budget // parts))
+        budget -= shares[tenant]
+        parts -= 1
+    counts: list[int] = []
+    for tenant, count in missing:
+        counts.append(min(count, shares[tenant]))
+        shares[tenant] -= counts[-1]
+    return counts
+
 
 MAX_REMOVED = 16  # entries of removed requests that a heap may have, besides one for each member
 

@@ -7,23 +7,190 @@ changes how many positions are missing, and a decoding request is one that misse
 A plan may be made while earlier steps still run: sampled tokens that are not read back yet count as tokens.
 """
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from headrace_worker.core.block_search import BlockSearch
-from headrace_worker.core.deadlines import Deadlines
-from headrace_worker.core.emitter import Emitter
-from headrace_worker.core.fair_shares import divide_budget
-from headrace_worker.core.followers import Followers
 from headrace_worker.core.guide import GUIDE_FAILED
 from headrace_worker.core.kv.manager import BlockTable, KVManager, PrefixHit
+from headrace_worker.core.kv.states import StateSlots
 from headrace_worker.core.plan import StepResult, TableUpdate
+from headrace_worker.core.queue import Deadlines, WaitingQueue, divide_budget
 from headrace_worker.core.request import Finish, Output, Request
 from headrace_worker.core.request_table import RequestTable
 from headrace_worker.core.request_times import StepTotals
 from headrace_worker.core.scheduled_step import ScheduledStep, StepDraft
-from headrace_worker.core.scheduler_counters import SchedulerCounters
-from headrace_worker.core.scheduler_limits import SchedulerLimits
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """max_num_seqs rows, max_num_batched_tokens positions per step, max_waiting queued requests.
+
+    With `batches` > 1 that many steps are in different pipeline stages at a time. A request is then in only one of
+    them, as its next position needs the token sampled at the end, and each step gets an equal share of the requests.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_waiting: int
+    watermark: float = 0.01  # share of the pool that an admission leaves free while other requests run
+    batches: int = 1
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """Monotonic counts for metrics."""
+
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    prefix_queries: int = 0  # tokens
+    prefix_hits: int = 0  # tokens
+    preemptions: int = 0
+    not_finite: int = 0  # attempts that ended since their logits were not finite
+
+    def count_lookup(self, tokens: int, found: int) -> None:
+        """Counts a lookup of a request's tokens in this replica's prefix cache."""
+        self.prefix_queries += tokens
+        self.prefix_hits += found
+
+
+class Followers:
+    """Waiting requests whose next block is being computed for another request: admitted now, they would compute it again.
+
+    The first request of a burst with one prompt computes it, and the others start from its blocks: they are set aside
+    in the queue until the block is there, or will not be.
+    """
+
+    def __init__(
+        self, running: Sequence[Request], waiting: WaitingQueue, block_size: int, states: StateSlots | None = None
+    ) -> None:
+        """running: kept current by the caller. states: of a model with recurrent layers."""
+        self._running = running
+        self._waiting = waiting
+        self._block_size = block_size
+        self._states = states
+        self._entries: list[tuple[Request, Request, BlockTable, int]] = []  # follower, leader, its table, last block
+
+    def set_aside(self, request: Request, hit: PrefixHit) -> bool:
+        """Whether the waiting request, which would start from `hit`, waits for a running one instead."""
+        block, usable = hit.tokens // self._block_size, (len(request.tokens) - 1) // self._block_size
+        if block >= usable:
+            return False  # what is missing cannot be shared
+        mine = request.chain.digests[0]
+        for leader in self._running:
+            table, digests = leader.table, leader.chain.digests[0]
+            if table is None or block >= len(digests) or digests[block] != mine[block]:
+                continue
+            last = -1
+            if self._states is not None:  # it starts where there is a snapshot
+                most = 1 + _last_shared(mine, digests, block, min(usable, len(digests)))
+                last = self._states.share(table.state, block, most) - 1
+            elif table.published <= block:
+                last = _last_shared(mine, digests, block, min(usable, len(digests)))
+            if last >= block:
+                self._waiting.set_aside(request)
+                self._entries.append((request, leader, table, last))
+                return True
+        return False
+
+    def restore(self) -> None:
+        """Queues those again that need not wait any longer."""
+        kept = []
+        for entry in self._entries:
+            request, leader, table, block = entry
+            if leader.table is table and table.published <= block:
+                kept.append(entry)
+            else:
+                self._waiting.restore(request)
+        self._entries = kept
+
+
+def _last_shared(mine: Sequence[bytes], others: Sequence[bytes], shared: int, end: int) -> int:
+    """The last block before `end` that both have; `shared` is one. A digest depends on all blocks before its own."""
+    later = range(shared + 1, end)
+    return shared + bisect_left(later, True, key=lambda block: mine[block] != others[block])
+
+
+class BlockSearch:
+    """Blocks for the waiting request that comes next.
+
+    It remembers the request that found too few: others may be preempted for it, and no budget is kept for it.
+    """
+
+    def __init__(self, kv: KVManager, watermark: float) -> None:
+        """watermark: the share of the pool that stays free while other requests run."""
+        self._kv = kv
+        self._watermark = watermark
+        self._failed: Request | None = None
+
+    def failed(self, request: Request) -> bool:
+        """Whether the last search was for this request, and found too few blocks."""
+        return request is self._failed
+
+    def find(self, request: Request, budget: int, *, idle: bool) -> tuple[PrefixHit, int] | None:
+        """The cached prefix and the end of the first chunk; None if there are too few blocks for it.
+
+        budget: tokens of the step. idle: no request runs.
+        """
+        kv, tokens = self._kv, request.tokens
+        kv.extend_chain(request.chain, tokens, len(tokens) // kv.block_size)
+        usable = min(len(tokens) - 1, len(request.prompt_logprobs)) if request.scores else len(tokens) - 1
+        hit = kv.lookup(request.chain, usable)
+        chunk_end = hit.tokens + min(len(tokens) - hit.tokens, budget)
+        spare = 0 if idle else int(kv.pool.total * self._watermark)
+        # Of a prompt with recurrent state few borders are cached: it does not start again before all of it fits.
+        needed = len(tokens) if kv.states is not None and request.preemptions and not idle else chunk_end
+        found = kv.cost_of(hit, needed) + spare <= kv.pool.available
+        self._failed = None if found else request
+        return (hit, chunk_end) if found else None
+
+
+class Emitter:
+    """Outputs of requests: the newest token of each; with the first and the last token what is known of its time."""
+
+    def __init__(self, counters: SchedulerCounters, totals: StepTotals, clock: Callable[[], float]) -> None:
+        self._counters = counters
+        self._totals = totals
+        self._clock = clock
+
+    def emit(self, request: Request, position: int, result: StepResult) -> Output:
+        """The request's newest token, and its end when this token ends it; the caller ends it then."""
+        token = request.tokens[-1]
+        count = request.emitted = len(request.tokens)
+        finish = None
+        if token in request.stop_ids:
+            finish = Finish.STOP
+        elif request.complete:
+            finish = Finish.COMPLETE
+        elif count >= request.max_len:
+            finish = Finish.LENGTH
+        logprobs = [result.logprobs[position]] if position in result.logprobs else []
+        output = Output(
+            request.attempt_id,
+            count - 1 - request.prompt_len,
+            [token],
+            logprobs,
+            finish,
+            preemptions=request.preemptions,
+        )
+        times = request.times
+        if times.preempted_at is not None:
+            times.resumed(self._clock())
+        if not request.has_output:
+            request.has_output = True
+            if request.counts_prompt:  # counted once it is computed: a refused prompt never counts
+                self._counters.prompt_tokens += request.prompt_len
+            output.cached_tokens = request.cached_tokens
+            output.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, []
+            started = request.started or request.arrival
+            output.queue_seconds = started - request.arrival
+            output.times = times.first_token(self._clock(), started, self._totals)
+        elif finish is not None:
+            output.times = times.end(self._clock(), self._totals)
+        self._counters.generation_tokens += 1
+        return output
+
 
 LOOKED_UP_BLOCKS = 32_768  # by admissions of one step: some ten milliseconds; the others follow in the next steps
 

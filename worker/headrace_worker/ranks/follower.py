@@ -5,19 +5,86 @@ The rank that samples waits for its tokens on another thread, so that the next s
 
 import contextlib
 import threading
+from collections.abc import Callable
+from queue import SimpleQueue
 
 import structlog
 
 from headrace_worker.comm.errors import RankLostError
-from headrace_worker.core.plan import StepPlan
-from headrace_worker.device.rank_device import GraphRecorder
-from headrace_worker.ranks.answer_sender import AnswerSender
+from headrace_worker.core.plan import StepPlan, StepResult
+from headrace_worker.device.rank_device import GraphRecorder, RankDevice
 from headrace_worker.ranks.channel import Channel
 from headrace_worker.ranks.failure import failure_sentence
-from headrace_worker.ranks.messages import Clear, Draw, RecordSteps, Step, StopRank
+from headrace_worker.ranks.messages import Answer, Clear, Draw, RecordSteps, Step, StopRank
 from headrace_worker.ranks.recording import RecordingFailedError
-from headrace_worker.ranks.stage import StageRunner
+from headrace_worker.ranks.stage import DRAWING_FAILED, StageResult, StageRunner
 from headrace_worker.ranks.team import Team
+
+STOP_SECONDS = 4.0
+
+
+class AnswerSender:
+    """The thread that waits for the tokens of each step and sends them to rank 0, in the order of the launches.
+
+    follower:      launch step n ── submit ── launch step n + 1 ── submit ── ...
+    this thread:                      └─ wait for the copy of step n ── send ── wait for that of step n + 1 ── ...
+
+    Rank 0 bounds how many answers are waiting.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        device: RankDevice,
+        check: Callable[[], None],
+        on_failure: Callable[[BaseException], None],
+    ) -> None:
+        """`channel`: used by this thread only. `check` raises once a rank is lost: tokens are not valid then.
+
+        `on_failure`: called on the thread with what ends it early.
+        """
+        self._channel = channel
+        self._device = device
+        self._check = check
+        self._on_failure = on_failure
+        self._launched: SimpleQueue[tuple[StepPlan, StageResult] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="headrace-answers", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, plan: StepPlan, done: StageResult) -> None:
+        """A launched step with work, whose copy to the host has begun. Does not wait."""
+        self._launched.put((plan, done))
+
+    def stop(self) -> None:
+        """Ends the thread after the answers that were submitted. Does not wait."""
+        self._launched.put(None)
+
+    def join(self) -> None:
+        """Waits until a stopped thread has ended, for `STOP_SECONDS` at most."""
+        if self._thread.ident is not None:
+            self._thread.join(STOP_SECONDS)
+
+    def _run(self) -> None:
+        try:
+            self._device.use()
+            # The last sends are not awaited: an answer that rank 0 does not receive any more is not needed.
+            while (launched := self._launched.get()) is not None:
+                answer = _answer(*launched)
+                self._check()
+                self._channel.send_answer(answer)
+        except BaseException as error:
+            self._on_failure(error)
+
+
+def _answer(plan: StepPlan, done: StageResult) -> Answer:
+    if done.samples is not None:
+        return Answer(done.samples.to_result(plan.step))
+    draws = sum(work.sample for work in plan.work)
+    error = DRAWING_FAILED if done.error is not None else ""
+    return Answer(StepResult(plan.step, [0] * draws, {}, {}), error)
+
 
 log = structlog.get_logger(__name__)
 

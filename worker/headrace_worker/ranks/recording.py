@@ -16,7 +16,7 @@ from torch import Tensor
 from headrace_proto.errors import HeadraceError
 from headrace_worker.comm.errors import RankLostError
 from headrace_worker.comm.failure_detection import FailureDetector
-from headrace_worker.comm.store_all_gather import StoreAllGather
+from headrace_worker.comm.rendezvous import StoreAllGather
 from headrace_worker.device.loss import loss_sentence
 from headrace_worker.device.rank_device import GraphRecorder, RankDevice
 

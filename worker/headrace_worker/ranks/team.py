@@ -11,8 +11,7 @@ from headrace_worker.comm.errors import RankLostError
 from headrace_worker.comm.failure_detection import FailureDetector
 from headrace_worker.comm.group import Group
 from headrace_worker.comm.parallel_context import ParallelContext
-from headrace_worker.comm.rendezvous import RendezvousStore
-from headrace_worker.comm.store_all_gather import StoreAllGather
+from headrace_worker.comm.rendezvous import RendezvousStore, StoreAllGather
 from headrace_worker.comm.topology import Topology
 from headrace_worker.device.rank_device import RankDevice
 from headrace_worker.ranks.loaded_facts import RanksDifferError, describe_difference

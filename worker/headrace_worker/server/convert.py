@@ -4,15 +4,15 @@ from collections.abc import Callable, Sequence
 
 from headrace_proto import replica_pb2 as pb
 from headrace_proto.quantities import counted
-from headrace_worker.core.arrivals import Arrivals
 from headrace_worker.core.engine import LoadSnapshot
 from headrace_worker.core.guide import GUIDE_FAILED, NOTHING_ALLOWED, TokenGuide
 from headrace_worker.core.kv.manager import PrefixChain
 from headrace_worker.core.latency import StepCost
+from headrace_worker.core.load_reports import Arrivals
 from headrace_worker.core.plan import RowSampling, SampledLogprobs
 from headrace_worker.core.request import Finish, Output, Request
 from headrace_worker.core.request_times import AttemptTimes
-from headrace_worker.core.transfer.source_peers import SourceSpeed
+from headrace_worker.core.transfer.fetching import SourceSpeed
 
 _FINISH = {
     Finish.STOP: pb.FINISH_STOP,

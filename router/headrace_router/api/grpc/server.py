@@ -11,8 +11,12 @@ from headrace_proto.address import host_port
 from headrace_router.access.tls_files import TlsFiles
 from headrace_router.api.grpc.call_shares import KEYLESS_CALLS, KEYLESS_WATCHERS, CallShares
 from headrace_router.api.grpc.health import Health
-from headrace_router.api.grpc.inference_servicer import SERVICE, InferenceService, KeyInterceptor
-from headrace_router.api.grpc.request_reader import SmallRequestInterceptor
+from headrace_router.api.grpc.inference_servicer import (
+    SERVICE,
+    InferenceService,
+    KeyInterceptor,
+    SmallRequestInterceptor,
+)
 from headrace_router.api.listen import listen_error
 from headrace_router.api.services import Services
 from headrace_router.config import RouterConfig

@@ -15,8 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 from headrace_router.access.auth import Tenant
 from headrace_router.api.body_budget import BodyShare
 from headrace_router.api.http.formats import DONE, KEEP_ALIVE, Format, event
-from headrace_router.api.services import Services
-from headrace_router.api.session import session_of
+from headrace_router.api.services import Services, session_of
 from headrace_router.api.work_slices import take
 from headrace_router.core.account import Cause, TimeAccount
 from headrace_router.core.errors import ApiError
@@ -24,8 +23,7 @@ from headrace_router.dispatch.choice import ChoiceUpdate
 from headrace_router.dispatch.prepare import count_choices
 from headrace_router.dispatch.running_request import RunningRequest
 from headrace_router.validation.bodies import ChatBody, CompletionBody
-from headrace_router.validation.body_errors import Body, parse_body
-from headrace_router.validation.fields.ignored_fields import IgnoredFields
+from headrace_router.validation.body_errors import Body, IgnoredFields, parse_body
 
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace_router.access.auth import Authenticator, Tenant, is_local_authority
 from headrace_router.api.http.formats import dumps
-from headrace_router.api.request_id import request_id
+from headrace_router.api.services import request_id
 from headrace_router.core.errors import ApiError, AuthenticationError, HostError, InternalError
 from headrace_router.dispatch.router_metrics import RouterMetrics
 

@@ -6,15 +6,12 @@ from msgspec import Struct
 
 from headrace_worker.core.request import Request
 from headrace_worker.core.scheduler import Scheduler
-from headrace_worker.core.transfer.fetch import FetchLimits
-from headrace_worker.core.transfer.fetching import Fetcher
-from headrace_worker.core.transfer.grant import GrantLimits
-from headrace_worker.core.transfer.granting import Granter
+from headrace_worker.core.transfer.fetching import Fetcher, FetchLimits, SourceSpeed
+from headrace_worker.core.transfer.granting import Granter, GrantLimits
 from headrace_worker.core.transfer.messages import FromSource, ToSource
 from headrace_worker.core.transfer.offload import FIRST_NUMBER, Offload
 from headrace_worker.core.transfer.orders import ChunkRead, Order, TransferReport
 from headrace_worker.core.transfer.slots import Slots
-from headrace_worker.core.transfer.source_peers import SourceSpeed
 from headrace_worker.core.transfer.tiers import make_tiers
 
 

@@ -12,11 +12,12 @@ rank has reported that the fetch is over.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from headrace_worker.core.kv.manager import KVManager
+from headrace_worker.core.kv.manager import BlockTable, KVManager
 from headrace_worker.core.request import Fetched, Request
-from headrace_worker.core.transfer.fetch import Fetch, FetchCounters, FetchLimits
 from headrace_worker.core.transfer.messages import (
     Cancel,
     Commit,
@@ -41,7 +42,236 @@ from headrace_worker.core.transfer.orders import (
     TransferReport,
 )
 from headrace_worker.core.transfer.shards import Span, wanted_blocks
-from headrace_worker.core.transfer.source_peers import SourcePeers
+
+_OLDER = 0.8  # weight of earlier chunks beside the newest one
+
+Reads = tuple[float, float, float]  # seconds, blocks, bytes
+
+
+class SourceSpeed(NamedTuple):
+    """How fast a source was read lately."""
+
+    address: str
+    block_seconds: float  # of the slowest rank: a block is there when all have read their part
+    bytes_per_second: float  # of all ranks
+
+
+@dataclass(slots=True)
+class _Peer:
+    number: int | None = None  # once a Connect was ordered
+    avoid_until: float = 0.0
+    renewed: dict[int, float] = field(default_factory=dict)  # when renewals were sent that are not answered yet
+    next_renewal: float = 0.0
+    step_seconds: float = 0.0  # that a step of it may take
+    confirmed: float = 0.0  # when the newest message was sent that the source is known to have
+    reads: dict[int, Reads] = field(default_factory=dict)  # recent ones, by rank
+    measured: float = 0.0
+
+
+def patience(step_seconds: float) -> float:
+    """Seconds without a message of a source whose steps take so long, after which it counts as stalled, and what is
+    read as invalid: it answers between steps, after up to two. Its lease is longer.
+    """
+    return min(max(2.0, 6 * step_seconds), 20.0)
+
+
+@dataclass(frozen=True, slots=True)
+class FetchLimits:
+    """Times in seconds, on this replica's clock."""
+
+    min_blocks: int = 2  # fewer are computed locally
+    margin: float = 0.05  # by which computing a prompt here must be faster, when a router chose a source that computes
+    min_seconds: float = 2.0  # lower bound of a fetch's time limit
+    max_seconds: float = 600.0  # upper bound of a fetch's time limit
+    slowdown: float = 4.0  # the time limit, as a multiple of the time to compute the blocks here
+    deadline_share: float = 0.5  # upper bound, as a share of the time until the request's deadline
+    renew: float = 0.5  # between two renewals to a source
+    avoid: float = 1.0  # during which a lost source is not used
+    avoid_silent: float = 10.0  # the same of one that left a fetch without a message: it may be stalled for long
+    speed_seconds: float = 60.0  # that a source's measured speed counts: one that was slow is tried again
+    watermark: float = 0.05  # share of the pool that reservations leave to running requests
+
+    def timeout(self, local_seconds: float, deadline: float | None, now: float) -> float:
+        """Seconds that a fetch may wait for its source, and again compute there: by those to compute it here, and the
+        request's deadline.
+        """
+        timeout = min(max(self.min_seconds, self.slowdown * local_seconds), self.max_seconds)
+        return timeout if deadline is None else min(timeout, self.deadline_share * (deadline - now))
+
+
+class SourcePeers:
+    """By address. Times are seconds of the caller's clock."""
+
+    def __init__(self, limits: FetchLimits) -> None:
+        self._limits = limits
+        self._peers: dict[str, _Peer] = {}
+        self._renewals = 0
+
+    def number(self, peer: str) -> int | None:
+        """In orders, of a source that is connected."""
+        known = self._peers.get(peer)
+        return known.number if known is not None else None
+
+    def use(self, peer: str, now: float, step_seconds: float) -> bool:
+        """Whether the next message may be sent to this source. Forgets those that are of no use any more.
+
+        step_seconds: that a step may take there, until it says so itself.
+        """
+        for name, each in list(self._peers.items()):
+            if each.number is None and 0 < each.avoid_until <= now:
+                del self._peers[name]
+        known = self._peers.setdefault(peer, _Peer())
+        known.step_seconds = known.step_seconds or step_seconds
+        return now >= known.avoid_until
+
+    def connected(self, peer: str, number: int) -> None:
+        """The source is connected."""
+        self._peers.setdefault(peer, _Peer()).number = number
+
+    def lose(self, peer: str, now: float) -> int | None:
+        """The source is avoided for a while; returns its number, if it was connected."""
+        known = self._peers.get(peer)
+        if known is None:
+            return None
+        number = known.number
+        self._peers[peer] = _Peer(avoid_until=max(known.avoid_until, now + self._limits.avoid))
+        return number
+
+    def avoid(self, peer: str, now: float, seconds: float) -> None:
+        """The source is not used for a while; it stays connected."""
+        if (known := self._peers.get(peer)) is not None:
+            known.avoid_until = max(known.avoid_until, now + seconds)
+
+    def renewals(self, used: Collection[str], now: float) -> list[tuple[str, int]]:
+        """The sources of running fetches to which a renewal is due, once each time, and its number."""
+        due = []
+        for peer in used:
+            known = self._peers[peer]
+            if now >= known.next_renewal:
+                self._renewals += 1
+                known.renewed[self._renewals] = now
+                known.next_renewal = now + self._limits.renew
+                due.append((peer, self._renewals))
+        return due
+
+    def set_step(self, peer: str, seconds: float) -> None:
+        """The source says how long a step may take there."""
+        if (known := self._peers.get(peer)) is not None:
+            known.step_seconds = seconds
+
+    def answered(self, peer: str, number: int) -> None:
+        """The source has a renewal, and hence all before it."""
+        if (known := self._peers.get(peer)) is not None and number in known.renewed:
+            known.confirmed = known.renewed[number]
+            known.renewed = {other: sent for other, sent in known.renewed.items() if other > number}
+
+    def is_silent(self, peer: str, since: float, now: float) -> bool:
+        """Whether this source has not answered for too long. since: when one of its fetches was sent."""
+        known = self._peers.get(peer, _Peer())
+        return now - max(since, known.confirmed) > patience(known.step_seconds)
+
+    def read(self, peer: str, rank: int, chunk: Reads, now: float) -> None:
+        """A rank has read a chunk."""
+        if (known := self._peers.get(peer)) is not None and chunk[1] > 0:
+            seconds, blocks, size = known.reads.get(rank, (0.0, 0.0, 0.0))
+            known.reads[rank] = _OLDER * seconds + chunk[0], _OLDER * blocks + chunk[1], _OLDER * size + chunk[2]
+            known.measured = now
+
+    def block_seconds(self, peer: str, now: float) -> float:
+        """Of a source; 0 = not known."""
+        return next((speed.block_seconds for speed in self.speeds(now) if speed.address == peer), 0.0)
+
+    def speeds(self, now: float) -> list[SourceSpeed]:
+        """Of the sources of which it is known."""
+        return [
+            SourceSpeed(
+                peer,
+                max(seconds / blocks for seconds, blocks, _ in known.reads.values()),
+                sum(size / max(seconds, 1e-9) for seconds, _, size in known.reads.values()),
+            )
+            for peer, known in self._peers.items()
+            if known.reads and now - known.measured < self._limits.speed_seconds
+        ]
+
+
+@dataclass(slots=True)
+class FetchCounters:
+    """Monotonic."""
+
+    started: int = 0
+    done: int = 0
+    failed: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0  # of completed fetches
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Blocks that a source offers, from `first` to before `stop`."""
+
+    first: int
+    stop: int
+    missing: set[int]  # ranks that have not read it
+    cached: int = 0  # leading blocks that the source had in its prefix cache
+    committed: bool = False
+
+    @property
+    def usable(self) -> bool:
+        return self.committed and not self.missing
+
+
+@dataclass(slots=True)
+class Fetch:
+    """A fetch, from its request to the source until its request is queued."""
+
+    number: int
+    peer: str
+    request: Request
+    blocks: int
+    local_blocks: int  # leading blocks that this replica has already
+    held: BlockTable
+    wanted: list[Span]  # per cache group
+    deadline: float  # until the source computes; then moved
+    started: float
+    seconds_per_block: float  # predicted, to compute it here
+    computing: bool = False  # whether the source has begun to compute the prompt
+    reserved: list[list[int]] | None = None  # per cache group: one block for each wanted index
+    chunks: list[Chunk] = field(default_factory=list)
+
+    @property
+    def offered(self) -> int:
+        return self.chunks[-1].stop if self.chunks else self.local_blocks
+
+    @property
+    def usable(self) -> int:
+        """Number of leading blocks that can be used."""
+        stop = self.local_blocks
+        for chunk in self.chunks:
+            if not chunk.usable:
+                break
+            stop = chunk.stop
+        return stop
+
+    def cached_in(self, usable: int) -> int:
+        """Blocks among the usable ones that the source had in its prefix cache."""
+        return sum(chunk.cached for chunk in self.chunks if chunk.stop <= usable)
+
+    def add_chunk(self, offer: Offer, ranks: int) -> tuple[tuple[int, ...], ...] | None:
+        """Adds the next chunk, for `ranks` ranks; returns the blocks reserved for it by cache group, None if it is not
+        the next one.
+        """
+        if self.reserved is None or (offer.chunk, offer.first) != (len(self.chunks), self.offered):
+            return None
+        if not offer.first < offer.stop <= self.blocks or len(offer.blocks) != len(self.reserved):
+            return None
+        mine = []
+        for row, (start, stop) in zip(self.reserved, self.wanted, strict=True):
+            first, last = max(start, offer.first), min(stop, offer.stop)
+            mine.append(tuple(row[first - start : last - start]) if last > first else ())
+        if [len(row) for row in mine] != [len(row) for row in offer.blocks]:
+            return None
+        self.chunks.append(Chunk(offer.first, offer.stop, set(range(ranks)), offer.cached))
+        return tuple(mine)
 
 
 class Fetcher:

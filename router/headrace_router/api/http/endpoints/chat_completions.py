@@ -4,7 +4,7 @@ import functools
 
 from fastapi import FastAPI, Request, Response
 
-from headrace_router.api.http.chat_format import ChatFormat
+from headrace_router.api.http.formats import ChatFormat
 from headrace_router.api.http.generation_response import generation_response
 from headrace_router.api.http.openapi import JsonBody
 from headrace_router.api.services import Services

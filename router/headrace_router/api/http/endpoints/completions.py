@@ -2,7 +2,7 @@
 
 from fastapi import FastAPI, Request, Response
 
-from headrace_router.api.http.completion_format import CompletionFormat
+from headrace_router.api.http.formats import CompletionFormat
 from headrace_router.api.http.generation_response import generation_response
 from headrace_router.api.http.openapi import JsonBody
 from headrace_router.api.services import Services
