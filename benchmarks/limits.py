@@ -31,6 +31,7 @@ import grpc
 import httpx
 import machine
 
+from headrace_base.logs import LogConfig, configure_logs
 from headrace_proto.inference_pb2 import (
     ChatMessage,
     ChatMessages,
@@ -38,7 +39,6 @@ from headrace_proto.inference_pb2 import (
     GenerateRequest,
     TokenIds,
 )
-from headrace_proto.logs import LogConfig, configure_logs
 from headrace_router.access.tls_config import TlsConfig
 from headrace_router.api.http.protocol import HEADER_BYTES, PIPELINED_REQUESTS
 from headrace_router.config import RouterConfig, StaticMember

@@ -16,7 +16,7 @@ from typing import Any
 import machine
 import torch
 
-from headrace_proto.cluster_member import ClusterSecret
+from headrace_base.cluster_member import ClusterSecret
 from headrace_worker.assembly.assemble import Assembly, assemble
 from headrace_worker.comm.rendezvous import RendezvousHost
 from headrace_worker.core.config import Rendezvous, ReplicaConfig

@@ -11,9 +11,9 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+from headrace_base.cluster_member import NO_PROXY
+from headrace_base.logs import LogConfig, configure_logs
 from headrace_proto import CONTRACT_VERSION
-from headrace_proto.channel_options import NO_PROXY
-from headrace_proto.logs import LogConfig, configure_logs
 from headrace_proto.replica_pb2 import (
     FINISH_LENGTH,
     Cancel,

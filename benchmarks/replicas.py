@@ -14,9 +14,9 @@ import grpc
 import numpy as np
 import torch
 
+from headrace_base.cluster_member import NO_PROXY
 from headrace_proto import CONTRACT_VERSION
 from headrace_proto import replica_pb2 as pb
-from headrace_proto.channel_options import NO_PROXY
 from headrace_proto.replica_pb2_grpc import ReplicaStub
 from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.kv_transfer.agent import KvAgent, Pieces

@@ -10,15 +10,20 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("proto", "kernels", "worker", "router", "cluster")
+FOLDERS = {"base": ROOT / "proto" / "headrace_base"} | {
+    name: ROOT / name / f"headrace_{name}" for name in ("proto", "kernels", "worker", "router", "cluster")
+}
+PACKAGES = tuple(FOLDERS)
 MAY_IMPORT = {
-    "proto": set(),
+    "base": set(),
+    "proto": {"base"},
     "kernels": set(),
-    "worker": {"kernels", "proto"},
-    "router": {"proto"},
-    "cluster": {"proto", "kernels", "worker", "router"},
+    "worker": {"base", "kernels", "proto"},
+    "router": {"base", "proto"},
+    "cluster": {"base", "proto", "kernels", "worker", "router"},
 }
 NEVER = {
+    "base": {"torch", "ray", "transformers"},
     "proto": {"torch", "ray", "transformers"},
     "kernels": {"ray", "grpc", "fastapi", "transformers"},
     "worker": {"ray", "fastapi", "uvicorn", "starlette"},
@@ -27,7 +32,19 @@ NEVER = {
 }
 PURE = {"worker": "core", "router": "core", "cluster": "core"}  # a folder whose files are all pure
 PURE_MAY_IMPORT = {  # modules whose functions return the same for the same arguments, and declarations of data
-    *("abc", "array", "bisect", "collections", "dataclasses", "enum", "functools", "hashlib", "heapq", "itertools"),
+    *(
+        "abc",
+        "array",
+        "bisect",
+        "collections",
+        "contextlib",
+        "dataclasses",
+        "enum",
+        "functools",
+        "hashlib",
+        "heapq",
+        "itertools",
+    ),
     *("math", "operator", "re", "statistics", "typing", "blake3", "msgspec", "pydantic"),
     "numpy",  # without numpy.random, see below
     "structlog",  # it takes events and returns nothing that a decision could depend on
@@ -36,13 +53,13 @@ PURE_ENDS = "headrace_cluster.spec."  # data; its settings are declared beside t
 PURE_ALLOWED = {  # by file
     "proto/headrace_proto/block_hash.py": {"sys"},  # the byte order of this machine
 }
-LAYERS = re.compile(r"^Layers, lowest first: (.+)\.$", re.MULTILINE)
+LAYERS = re.compile(r"^Layers(?: of `(\w+)`)?, lowest first: (.+)\.$", re.MULTILINE)
 FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 FORBIDDEN_NAMES = {"eval", "exec"}
 
 
 def sources(package: str) -> list[Path]:
-    found = [path for path in (ROOT / package).rglob("*.py") if not path.name.endswith(("_pb2.py", "_pb2_grpc.py"))]
+    found = [path for path in FOLDERS[package].rglob("*.py") if not path.name.endswith(("_pb2.py", "_pb2_grpc.py"))]
     assert found
     return found
 
@@ -70,6 +87,11 @@ def module_name(path: Path, folder: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+def folder_of(module: str) -> Path:
+    """The folder of a package, or of one inside of it, by its dotted name."""
+    return FOLDERS[module.split("_")[1].split(".")[0]].parent / module.replace(".", "/")
+
+
 def headrace_modules(path: Path) -> set[str]:
     """Dotted names of our own modules that a file imports when it is loaded or called."""
     names: set[str] = set()
@@ -77,7 +99,7 @@ def headrace_modules(path: Path) -> set[str]:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names if alias.name.startswith("headrace_")}
         elif isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("headrace_"):
-            folder = ROOT / node.module.split("_")[1].split(".")[0] / node.module.replace(".", "/")
+            folder = folder_of(node.module)
             for alias in node.names:
                 inside = (folder / f"{alias.name}.py").exists() or (folder / alias.name / "__init__.py").exists()
                 names.add(f"{node.module}.{alias.name}" if inside else node.module)
@@ -110,7 +132,7 @@ def test_the_worker_reaches_cuda_through_the_device_alone() -> None:
 
 @pytest.mark.parametrize("package", PURE)
 def test_the_pure_cores_import_no_clock_randomness_or_transport(package: str) -> None:
-    files = sorted((ROOT / package / f"headrace_{package}" / PURE[package]).rglob("*.py"))
+    files = sorted((FOLDERS[package] / PURE[package]).rglob("*.py"))
     assert len(files) > 3
     bad = [f"{path.relative_to(ROOT)}: {name}" for path in files for name in sorted(impure_imports(path))]
     assert not bad, "\n".join(bad)
@@ -119,7 +141,7 @@ def test_the_pure_cores_import_no_clock_randomness_or_transport(package: str) ->
 
 def our_modules() -> dict[str, Path]:
     """Our modules by dotted name; a package is its `__init__`."""
-    return {module_name(path, ROOT / name / f"headrace_{name}"): path for name in PACKAGES for path in sources(name)}
+    return {module_name(path, folder): path for name, folder in FOLDERS.items() for path in sources(name)}
 
 
 def loaded_with(name: str, modules: dict[str, Path]) -> set[str]:
@@ -147,14 +169,14 @@ def test_nothing_that_a_pure_core_loads_is_impure(package: str) -> None:
     assert not bad, "\n".join(bad)
 
 
-def declared_layers(readme: Path) -> dict[str, int]:
+def declared_layers(readme: Path, package: str) -> dict[str, int]:
     """Each folder or file that a README declares, and its layer."""
-    (line,) = LAYERS.findall(readme.read_text())
+    (line,) = (line for name, line in LAYERS.findall(readme.read_text()) if name in ("", package))
     steps = [re.findall(r"`([a-z0-9_]+)`", step) for step in line.split(" · ")]
     return {name: height for height, names in enumerate(steps) for name in names}
 
 
-LAYERED = {f"headrace_{package}": ROOT / package / "README.md" for package in PACKAGES} | {
+LAYERED = {f"headrace_{package}": folder.parent / "README.md" for package, folder in FOLDERS.items()} | {
     f"headrace_router.{folder}": ROOT / "router" / "headrace_router" / folder / "README.md"
     for folder in ("core", "answer")
 }
@@ -162,8 +184,8 @@ LAYERED = {f"headrace_{package}": ROOT / package / "README.md" for package in PA
 
 @pytest.mark.parametrize("layered", LAYERED)
 def test_imports_go_down(layered: str) -> None:
-    folder = ROOT / layered.split("_")[1].split(".")[0] / layered.replace(".", "/")
-    layers = declared_layers(LAYERED[layered])
+    folder = folder_of(layered)
+    layers = declared_layers(LAYERED[layered], layered)
     found = {path.stem for path in folder.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
     assert found - {"__init__", "__main__"} == layers.keys(), "each folder and file has a layer"
     bad = []
@@ -182,7 +204,7 @@ def test_imports_go_down(layered: str) -> None:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_modules_form_no_cycle(package: str) -> None:
-    folder = ROOT / package / f"headrace_{package}"
+    folder = FOLDERS[package]
     imports = {module_name(path, folder): headrace_modules(path) for path in folder.rglob("*.py")}
     graph = {name: {target for target in targets if target in imports} - {name} for name, targets in imports.items()}
     TopologicalSorter(graph).prepare()  # raises CycleError with the modules of a cycle
@@ -190,12 +212,12 @@ def test_modules_form_no_cycle(package: str) -> None:
 
 @pytest.mark.parametrize(
     ("package", "never"),
-    [("router", {"torch", "ray", "transformers"}), ("proto", {"torch", "ray"})],
+    [("router", {"torch", "ray", "transformers"}), ("proto", {"torch", "ray"}), ("base", {"torch", "ray"})],
 )
 def test_transitive_imports_of_a_package(package: str, never: set[str]) -> None:
     """Imports every module of a package in a new interpreter and checks which libraries were loaded."""
     modules = [
-        ".".join(path.relative_to(ROOT / package).with_suffix("").parts)
+        ".".join(path.relative_to(FOLDERS[package].parent).with_suffix("").parts)
         for path in sources(package)
         if path.name not in ("__init__.py", "__main__.py")
     ]
@@ -294,6 +316,6 @@ def test_the_simulation_runs_the_decisions_of_production() -> None:
     assert not bad, "the simulation replaces these by devices and connections in virtual time; it has their constants"
     ours = set[str]().union(*map(public_names, files))
     for package in PURE:
-        core = (ROOT / package / f"headrace_{package}" / PURE[package]).rglob("*.py")
+        core = (FOLDERS[package] / PURE[package]).rglob("*.py")
         copies = ours & set[str]().union(*map(public_names, core))
         assert not copies, f"the simulation defines its own {copies}"

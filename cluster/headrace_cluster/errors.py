@@ -1,6 +1,6 @@
 """Errors of the control plane that a user can act on."""
 
-from headrace_proto.errors import HeadraceError
+from headrace_base.errors import HeadraceError
 
 
 class SpecError(HeadraceError):

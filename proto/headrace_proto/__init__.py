@@ -1,4 +1,4 @@
-"""The contract between components: gRPC services, the block hash, the identities of processes, the base of errors."""
+"""The contract between components: gRPC services, the block hash, roles, the rule for stalls."""
 
 CONTRACT_VERSION = 4
 

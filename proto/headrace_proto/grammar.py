@@ -8,8 +8,7 @@ from collections.abc import Collection
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from headrace_proto.errors import HeadraceError
-from headrace_proto.rust_panic import RustPanicError, panics_as_errors
+from headrace_base.errors import HeadraceError, RustPanicError, panics_as_errors
 
 MAX_REASON = 200  # characters
 # A state of the lexer takes one or two KiB; a step's fuel lasts 7 ms. By default: 250,000 states, and twice the fuel.

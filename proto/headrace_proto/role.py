@@ -2,8 +2,8 @@
 
 from enum import StrEnum
 
+from headrace_base.errors import HeadraceError
 from headrace_proto import replica_pb2 as pb
-from headrace_proto.errors import HeadraceError
 
 
 class UnknownRoleError(HeadraceError):

@@ -10,9 +10,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from headrace_proto.flag import flag
-from headrace_proto.internal_tls import InternalTls
-from headrace_proto.logs import LogConfig
+from headrace_base.logs import LogConfig
+from headrace_base.settings import InternalTls, flag
 from headrace_router.access.auth import AuthConfig
 from headrace_router.access.tls_config import TlsConfig
 from headrace_router.core.limits import Limits

@@ -7,8 +7,8 @@ import signal
 
 import structlog
 
-from headrace_proto.errors import HeadraceError
-from headrace_proto.logs import configure_logs
+from headrace_base.errors import HeadraceError
+from headrace_base.logs import configure_logs
 from headrace_router.config import END_REQUESTS, RouterConfig
 from headrace_router.event_loop import exempt_from_collection, new_event_loop
 from headrace_router.server import RouterServer

@@ -8,8 +8,8 @@ import time
 
 import structlog
 
-from headrace_proto.address import host_port
-from headrace_proto.cluster_member import ClusterMember, SecretFile
+from headrace_base.address import host_port
+from headrace_base.cluster_member import ClusterMember, SecretFile
 from headrace_proto.control_pb2 import RouterInfo
 from headrace_router.access.auth import Authenticator, check_exposure, check_metrics_exposure
 from headrace_router.access.key_files import KeyFiles

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from headrace_base.errors import ListenError
 from headrace_cluster.core.view import ControllerConfig, RouterPlace, View
 from headrace_cluster.errors import ChildFailedError
 from headrace_cluster.launch import routers as routers_module
@@ -19,7 +20,6 @@ from headrace_cluster.launch.child_process import BACKOFF
 from headrace_cluster.launch.controller_process import START_SECONDS, VIEW_SECONDS, ControllerProcess
 from headrace_cluster.launch.routers import RouterGroup, encode_config, router_config
 from headrace_cluster.spec.cluster_spec import parse_spec
-from headrace_proto.errors import ListenError
 from headrace_router.config import RouterConfig
 from support.members import secret_file
 

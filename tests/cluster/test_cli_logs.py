@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace_base.logs import LogFile
 from headrace_cluster.cli.logs import find_run, print_logs
 from headrace_cluster.cli.servers import ServerChoice
 from headrace_cluster.errors import NotRunningError, ServerChoiceError
@@ -18,7 +19,6 @@ from headrace_cluster.local import state
 from headrace_cluster.local.processes import ProcessId
 from headrace_cluster.local.run_logs import SERVER_FILE, make_run_folder
 from headrace_cluster.local.state import ServeState
-from headrace_proto.log_file import LogFile
 
 
 def _line(second: float, text: str) -> str:

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from headrace_base.cluster_member import NO_PROXY
+from headrace_base.errors import ListenError
 from headrace_cluster.controller import control_loop
 from headrace_cluster.controller.control_service import start_control_server
 from headrace_cluster.controller.members import member_list
@@ -15,8 +17,6 @@ from headrace_cluster.core.backoff import Backoff
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.words import Words
 from headrace_proto import control_pb2, control_pb2_grpc, replica_pb2
-from headrace_proto.channel_options import NO_PROXY
-from headrace_proto.errors import ListenError
 from support.cluster.fake_driver import FakeDriver
 from support.cluster.fake_loop import Controlled, controlled
 from support.members import MEMBER, METADATA

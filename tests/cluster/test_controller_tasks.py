@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from headrace_base.cluster_member import SecretFile
 from headrace_cluster.controller.control_loop import ControlLoop
 from headrace_cluster.controller.spec_file import SpecFile, digest
 from headrace_cluster.core.words import Lease, UsedSpec, Words
@@ -21,7 +22,6 @@ from headrace_cluster.ray import connection, names
 from headrace_cluster.ray import controller as controller_module
 from headrace_cluster.ray.controller import Controller, LeaseLostError
 from headrace_cluster.spec.cluster_spec import ClusterSpec, parse_spec
-from headrace_proto.cluster_member import SecretFile
 from support.cluster.fake_driver import FakeDriver
 from support.members import secret_file
 

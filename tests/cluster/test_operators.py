@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from headrace_base.errors import MemoryTooSmallError, ModelUnsupportedError
 from headrace_cluster.controller import control_loop, operations
 from headrace_cluster.controller.admin import admin_app
 from headrace_cluster.controller.operations import replica_operations
@@ -17,7 +18,6 @@ from headrace_cluster.core.router_reports import START_SECONDS, WAIT_SECONDS
 from headrace_cluster.spec.cluster_spec import ClusterSpec, parse_spec
 from headrace_proto import control_pb2 as pb
 from headrace_proto import replica_pb2
-from headrace_proto.errors import MemoryTooSmallError, ModelUnsupportedError
 from support.cluster.fake_driver import FakeDriver
 from support.cluster.fake_loop import Controlled, controlled
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from headrace_base.private_file import PrivateFileError
 from headrace_cluster.cli import starting
 from headrace_cluster.errors import SpecError
 from headrace_cluster.spec.flag import Setting
 from headrace_cluster.spec.settings import SETTINGS, build_spec, from_environment, misspelt
-from headrace_proto.private_file import PrivateFileError
 
 
 def _file(tmp_path: Path, text: str) -> Path:

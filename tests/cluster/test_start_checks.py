@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from headrace_base.errors import HeadraceError
+from headrace_base.private_file import PrivateFileError
 from headrace_cluster.core.rank_config import replica_config
 from headrace_cluster.launch import start_checks
 from headrace_cluster.launch.start_checks import Machine, check_local, check_models, check_room, check_start
 from headrace_cluster.spec.cluster_spec import ClusterSpec, parse_spec
-from headrace_proto.errors import HeadraceError
-from headrace_proto.private_file import PrivateFileError
 from headrace_worker.model.source import HubUnreachableError, ModelSource, resolve
 
 PLAIN = Machine(cores=2, memory=16 << 30, gpus=0)
@@ -215,7 +215,7 @@ def test_checks_of_headers_take_a_second_and_no_torch(folder: Path) -> None:
 import sys
 from headrace_cluster.spec.cluster_spec import parse_spec
 from headrace_cluster.launch.start_checks import check_start
-from headrace_proto.errors import HeadraceError
+from headrace_base.errors import HeadraceError
 ports = {{"routers": {{"port": 0, "grpc_port": 0}}, "admin": {{"port": 0}}}}
 for model in ({{}}, {{"source": {str(folder)!r}, "max_model_len": 65}}, {{"replicas": 41}}):
     try:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from headrace_base.private_file import PrivateFileError
 from headrace_cluster.core import naming
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.errors import StateError
@@ -17,7 +18,6 @@ from headrace_cluster.local import state
 from headrace_cluster.local.processes import ProcessId
 from headrace_cluster.local.state import ServeState
 from headrace_cluster.local.tls_client import reachable
-from headrace_proto.private_file import PrivateFileError
 
 
 def _state(process: ProcessId, admin_port: int = 8002, **given: Any) -> ServeState:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from headrace_proto.address import host_port, port_of, split_address
+from headrace_base.address import host_port, port_of, split_address
 
 
 @pytest.mark.parametrize(

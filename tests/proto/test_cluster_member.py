@@ -9,19 +9,19 @@ from typing import Any
 import grpc
 import pytest
 
-from headrace_proto import cluster_member
-from headrace_proto.channel_options import NO_PROXY
-from headrace_proto.cluster_member import (
+from headrace_base import cluster_member
+from headrace_base.cluster_member import (
+    NO_PROXY,
     ClusterMember,
     ClusterSecret,
     InternalTlsError,
     SecretFile,
     SecretFileError,
 )
+from headrace_base.private_file import PrivateFileError
+from headrace_base.settings import InternalTls
 from headrace_proto.control_pb2 import RouterReport
 from headrace_proto.control_pb2_grpc import ControlStub
-from headrace_proto.internal_tls import InternalTls
-from headrace_proto.private_file import PrivateFileError
 from support.certificates import Authority
 from support.members import other_member
 from support.router.control_server import ControlServer

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
-from headrace_proto.channel_options import PAUSE_SECONDS, PING_SECONDS, SERVER, WATCH_REPLY_SECONDS, WATCHER
+from headrace_base.cluster_member import PAUSE_SECONDS, PING_SECONDS, SERVER, WATCH_REPLY_SECONDS, WATCHER
 from support.integration.one_way_cut import OneWayCut
 
 CLIENT_SECONDS = 2.0 * (PING_SECONDS + WATCH_REPLY_SECONDS)

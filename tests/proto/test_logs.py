@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from headrace_proto.log_file import LogFile, previous
-from headrace_proto.log_line import json_line, text_line
+from headrace_base.logs import LogFile, json_line, previous, text_line
 
 RECORD: dict[str, Any] = {
     "timestamp": 1_800_000_000.25,
@@ -58,7 +57,7 @@ def test_a_full_file_is_rotated(tmp_path: Path) -> None:
 
 PROGRAM = """
 import os, sys, threading, logging, structlog
-from headrace_proto.logs import LogConfig, configure_logs
+from headrace_base.logs import LogConfig, configure_logs
 configure_logs(LogConfig("rank 0", "m-0", sys.argv[1], sys.argv[2], stderr_level="warning"))
 log = structlog.get_logger()
 log.info("quiet")
@@ -91,7 +90,7 @@ def test_a_process_logs_to_its_file_and_the_rest_to_stderr(tmp_path: Path, form:
 
 SIGNALLED = """
 import signal, sys, structlog
-from headrace_proto.logs import LogConfig, configure_logs
+from headrace_base.logs import LogConfig, configure_logs
 configure_logs(LogConfig("serve", path=sys.argv[1]))
 log = structlog.get_logger()
 left = 2000
@@ -118,7 +117,7 @@ def test_a_signal_handler_may_log_while_a_line_is_written(tmp_path: Path) -> Non
 IN_A_TERMINAL = """
 import sys, time
 import structlog
-from headrace_proto.logs import LogConfig, configure_logs
+from headrace_base.logs import LogConfig, configure_logs
 configure_logs(LogConfig("test"))
 structlog.get_logger().info("one ünd")
 time.sleep(float(sys.argv[1]))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace_proto.private_file import MAX_BYTES, PrivateFileError, file_problem, folder_problem, read_private
+from headrace_base.private_file import MAX_BYTES, PrivateFileError, file_problem, folder_problem, read_private
 
 ROOT, ME, OTHER = 0, 1000, 1001
 

@@ -14,9 +14,9 @@ from typing import Any
 import httpx
 import pytest
 
+from headrace_base.errors import ListenError
 from headrace_proto.control_pb2 import Member, MemberList, ModelEntry
 from headrace_proto.control_pb2_grpc import ControlServicer, add_ControlServicer_to_server
-from headrace_proto.errors import ListenError
 from headrace_proto.replica_pb2 import REPLICA_STATE_DRAINING, REPLICA_STATE_READY
 from headrace_router.config import RouterConfig
 from headrace_router.server import RouterServer
@@ -256,7 +256,7 @@ CHILD = """
 import sys
 from headrace_router.config import RouterConfig
 from headrace_router.core.fleet import Fleet
-from headrace_proto.logs import LogConfig
+from headrace_base.logs import LogConfig
 from headrace_router.main import run
 logs = LogConfig("router", format="json")
 sys.exit(run(RouterConfig(host=sys.argv[1], port=int(sys.argv[2]), grpc_port=0, secret_file=sys.argv[3], logs=logs)))

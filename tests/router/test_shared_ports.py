@@ -13,7 +13,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pydantic import SecretStr
 
-from headrace_proto.errors import ListenError
+from headrace_base.errors import ListenError
 from headrace_router import server
 from headrace_router.access.auth import ApiKey, AuthConfig
 from headrace_router.api.listen import PortReservation, bind_http

@@ -15,9 +15,9 @@ import openai
 import pytest
 from pydantic import ValidationError
 
+from headrace_base.private_file import PrivateFileError
 from headrace_proto.inference_pb2 import ChatMessage, ChatMessages, GenerateRequest
 from headrace_proto.inference_pb2_grpc import InferenceStub
-from headrace_proto.private_file import PrivateFileError
 from headrace_router.access import watched_files
 from headrace_router.access.tls_config import TlsConfig
 from headrace_router.access.tls_files import TlsFileError, TlsFiles, check_tls_files, load_tls_files

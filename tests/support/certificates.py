@@ -9,7 +9,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from headrace_proto.internal_tls import TLS_NAME
+from headrace_base.settings import TLS_NAME
 
 DAY = datetime.timedelta(days=1)
 

@@ -5,7 +5,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from headrace_proto.cluster_member import ClusterMember, ClusterSecret
+from headrace_base.cluster_member import ClusterMember, ClusterSecret
 
 SECRET = b"the secret of every cluster in tests"
 MEMBER = ClusterMember(ClusterSecret((SECRET,)))

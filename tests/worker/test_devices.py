@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from headrace_proto.errors import DeviceError
+from headrace_base.errors import DeviceError
 from headrace_worker.device import choice, cuda
 from headrace_worker.device.choice import open_device
 from headrace_worker.device.cpu import CpuDevice

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from headrace_base.cluster_member import NO_PROXY
 from headrace_proto import CONTRACT_VERSION
 from headrace_proto import replica_pb2 as pb
-from headrace_proto.channel_options import NO_PROXY
 from headrace_worker.core.engine import LoadSnapshot
 from headrace_worker.core.latency import StepCost
 from headrace_worker.core.load_reports import EARLY_SECONDS, Arrivals, LoadReports, ReportPacer, ReportState

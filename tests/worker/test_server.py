@@ -11,10 +11,10 @@ from typing import Any
 import grpc
 import pytest
 
+from headrace_base.cluster_member import NO_PROXY, OWN_CONNECTION
+from headrace_base.errors import ListenError
 from headrace_proto import CONTRACT_VERSION
 from headrace_proto import replica_pb2 as pb
-from headrace_proto.channel_options import NO_PROXY, OWN_CONNECTION
-from headrace_proto.errors import ListenError
 from headrace_proto.replica_pb2_grpc import ReplicaStub
 from headrace_worker.server.server import ReplicaServer
 from support.members import MEMBER, METADATA, other_member

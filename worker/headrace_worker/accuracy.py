@@ -23,10 +23,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 import headrace_kernels.ops as ops
+from headrace_base.errors import MemoryTooSmallError, ModelUnsupportedError, size_text
 from headrace_kernels.kv_format import FORMATS
 from headrace_kernels.reference.cache import quantize
-from headrace_proto.errors import MemoryTooSmallError, ModelUnsupportedError
-from headrace_proto.quantities import size_text
 from headrace_worker.assembly.assemble import Assembly, assemble
 from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.core.plan import RowSampling

@@ -5,11 +5,11 @@ import sys
 
 def main() -> None:
     """Runs one command. Exit status: 0 done, 1 failed, 2 wrong usage, 130 Ctrl-C."""
+    from headrace_base.errors import HeadraceError
     from headrace_cluster.cli.app import app
     from headrace_cluster.cli.foreign_flags import check_flags
     from headrace_cluster.errors import ServerChoiceError, SpecError
     from headrace_cluster.launch.display import show_message
-    from headrace_proto.errors import HeadraceError
 
     try:
         check_flags(sys.argv[1:])

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from headrace_base.address import host_port, split_address
+from headrace_base.private_file import read_private
 from headrace_cluster.cli.servers import ServerChoice, choose, no_match_error
 from headrace_cluster.errors import CertificateError, NotRunningError, ServerError, SpecError
 from headrace_cluster.launch.display import show_message
@@ -18,8 +20,6 @@ from headrace_cluster.local import state
 from headrace_cluster.local.state import ServeState, describe
 from headrace_cluster.local.tls_client import open_connection, tls_failure, tls_of, trusted
 from headrace_cluster.program import program_name
-from headrace_proto.address import host_port, split_address
-from headrace_proto.private_file import read_private
 
 DEFAULT_ADMIN_PORT = 8002
 TIMEOUT_SECONDS = 5.0

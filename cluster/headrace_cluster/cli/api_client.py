@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headrace_base.address import host_port, split_address
 from headrace_cluster.cli.admin_client import error_sentence, starting_error
 from headrace_cluster.cli.servers import ServerChoice, choose, no_match_error, running_servers
 from headrace_cluster.errors import AnswerCutError, NotRunningError, ServerError, SpecError
@@ -24,7 +25,6 @@ from headrace_cluster.local.tls_client import (
     trusted,
 )
 from headrace_cluster.program import program_name
-from headrace_proto.address import host_port, split_address
 
 DEFAULT_PORT = 8000
 TIMEOUT_SECONDS = 5.0

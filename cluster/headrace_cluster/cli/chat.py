@@ -19,13 +19,13 @@ from prompt_toolkit.history import FileHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.shortcuts import CompleteStyle
 
+from headrace_base.errors import HeadraceError
 from headrace_cluster.cli import options as o
 from headrace_cluster.cli.api_client import ApiClient, ChatDelta, api_client
 from headrace_cluster.cli.servers import ServerChoice
 from headrace_cluster.local.state import home
 from headrace_cluster.program import program_name
 from headrace_cluster.spec.settings import from_environment
-from headrace_proto.errors import HeadraceError
 
 
 def make_editor(completions: Sequence[str]) -> PromptSession[str]:

@@ -12,6 +12,7 @@ from typing import Annotated, BinaryIO
 
 import typer
 
+from headrace_base.logs import previous
 from headrace_cluster.cli import options as o
 from headrace_cluster.cli.servers import ServerChoice, choose
 from headrace_cluster.errors import NotRunningError
@@ -20,7 +21,6 @@ from headrace_cluster.local import state
 from headrace_cluster.local.run_logs import in_use, runs, server_of
 from headrace_cluster.local.state import describe
 from headrace_cluster.program import program_name
-from headrace_proto.log_file import previous
 
 POLL_SECONDS = 0.25  # of files with --follow
 

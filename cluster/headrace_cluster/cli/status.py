@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from headrace_base.errors import counted
 from headrace_cluster.cli import options as o
 from headrace_cluster.cli.admin_client import AdminClient
 from headrace_cluster.cli.replicas import await_all
 from headrace_cluster.cli.servers import ServerChoice
-from headrace_proto.quantities import counted
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -15,8 +15,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from headrace_base.errors import HeadraceError, ListenError
 from headrace_cluster.controller.operations import Operation
-from headrace_proto.errors import HeadraceError, ListenError
 from headrace_router.access.tls_files import TlsFiles
 from headrace_router.api.http.server import ACCEPTS_PER_TURN, ListeningServer
 from headrace_router.api.http.tls_protocol import http_protocol

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 import structlog
 
+from headrace_base.errors import counted
 from headrace_cluster.controller.health import STATES, HealthWatch
 from headrace_cluster.controller.members import Membership, member_list
 from headrace_cluster.core.actions import Action, Drain, End, Fill, Place, SendSecret, SetRole
@@ -28,7 +29,6 @@ from headrace_cluster.core.words import UsedSpec, Words
 from headrace_cluster.errors import AdoptionError
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_proto import replica_pb2
-from headrace_proto.quantities import counted
 
 T = TypeVar("T")
 

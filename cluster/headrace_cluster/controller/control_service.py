@@ -3,13 +3,12 @@
 from collections.abc import AsyncIterator
 from typing import Any
 
+from headrace_base.address import host_port
+from headrace_base.cluster_member import SERVER, ClusterMember
+from headrace_base.errors import ListenError
 from headrace_cluster.controller.members import Membership
 from headrace_proto import control_pb2 as pb
 from headrace_proto import control_pb2_grpc
-from headrace_proto.address import host_port
-from headrace_proto.channel_options import SERVER
-from headrace_proto.cluster_member import ClusterMember
-from headrace_proto.errors import ListenError
 
 
 class ControlService(control_pb2_grpc.ControlServicer):

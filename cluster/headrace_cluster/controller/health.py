@@ -6,12 +6,11 @@ from typing import Any
 
 import grpc
 
+from headrace_base.cluster_member import WATCHER, ClusterMember
 from headrace_cluster.core.build import State
 from headrace_cluster.spec.process_specs import HealthSpec
 from headrace_proto import replica_pb2 as pb
 from headrace_proto import replica_pb2_grpc
-from headrace_proto.channel_options import WATCHER
-from headrace_proto.cluster_member import ClusterMember
 
 STATES = {
     pb.REPLICA_STATE_STARTING: State.STARTING,

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from headrace_base.errors import HeadraceError
 from headrace_cluster.controller.control_loop import ControlLoop
 from headrace_cluster.controller.members import Membership
 from headrace_cluster.controller.status import profile_document
@@ -29,7 +30,6 @@ from headrace_cluster.program import program_name
 from headrace_cluster.spec.cluster_spec import ClusterSpec, parse_spec
 from headrace_cluster.spec.model_spec import ModelSpec
 from headrace_cluster.spec.section import reason
-from headrace_proto.errors import HeadraceError
 from headrace_proto.role import UnknownRoleError, parse_role
 from headrace_worker.profiling.report import DEFAULT_SECONDS, DEFAULT_STEPS
 

@@ -4,9 +4,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 
+from headrace_base.errors import counted, size_text
 from headrace_cluster.errors import PlacementError
 from headrace_cluster.spec.model_spec import ModelSpec
-from headrace_proto.quantities import counted, size_text
 
 # Of a rank without weights and cache. Measured: 303 MiB of private memory (Python, torch, transformers).
 PROCESS_BYTES = 256 << 20

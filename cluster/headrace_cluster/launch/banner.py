@@ -4,6 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from headrace_base.address import port_of
+from headrace_base.errors import counted
+from headrace_base.logs import LogFormat, stderr, stderr_width, wrapped
 from headrace_cluster.core.view import Opened, View
 from headrace_cluster.launch.display import show_message
 from headrace_cluster.local.state import ServeState
@@ -11,10 +14,6 @@ from headrace_cluster.program import program_name
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_cluster.spec.key_rules import KeyRules
 from headrace_cluster.spec.model_spec import ModelSpec
-from headrace_proto.address import port_of
-from headrace_proto.log_line import LogFormat, wrapped
-from headrace_proto.logs import stderr, stderr_width
-from headrace_proto.quantities import counted
 from headrace_worker.core.config import ReplicaStarted
 
 

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 from typing import IO
 
+from headrace_base.logs import stderr
 from headrace_cluster.core.backoff import Backoff, Restarts
 from headrace_cluster.errors import ChildFailedError
-from headrace_proto.logs import stderr
 
 BACKOFF = Backoff(1.0, 30.0)  # between starts; after the first loss there is no pause
 WINDOW_SECONDS = 120.0  # earlier losses do not count

@@ -13,6 +13,10 @@ from typing import IO, Any, NoReturn
 import msgspec
 import structlog
 
+from headrace_base.address import host_port
+from headrace_base.cluster_member import SecretFile
+from headrace_base.errors import HeadraceError
+from headrace_base.logs import LogConfig, add_log_file, configure_logs
 from headrace_cluster.controller.spec_file import SpecFile
 from headrace_cluster.core.rank_config import REPLICA_CLASS
 from headrace_cluster.core.revisions import moved_note, resolved_revisions
@@ -27,10 +31,6 @@ from headrace_cluster.local.processes import set_parent_death_signal
 from headrace_cluster.local.run_logs import log_path, make_run_folder
 from headrace_cluster.program import program_name
 from headrace_cluster.spec.cluster_spec import ClusterSpec
-from headrace_proto.address import host_port
-from headrace_proto.cluster_member import SecretFile
-from headrace_proto.errors import HeadraceError
-from headrace_proto.logs import LogConfig, add_log_file, configure_logs
 
 log = structlog.get_logger(__name__)
 

@@ -9,11 +9,11 @@ from typing import IO
 
 import msgspec
 
+from headrace_base.address import host_port
 from headrace_cluster.core.view import ControllerConfig, View
 from headrace_cluster.launch.child_process import ChildProcess
 from headrace_cluster.local.run_logs import log_path
 from headrace_cluster.spec.cluster_spec import ClusterSpec
-from headrace_proto.address import host_port
 from headrace_router.api.listen import PortReservation
 
 START_SECONDS = 60.0  # for a new process to answer

@@ -4,9 +4,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from headrace_base.errors import HeadraceError
+from headrace_base.logs import LogFormat
 from headrace_cluster.core.view import BUILT_AGAIN, View
-from headrace_proto.errors import HeadraceError
-from headrace_proto.log_line import LogFormat
 
 _log: Any = None  # of a server process; client commands print sentences
 _format: LogFormat | None = None  # of its lines
@@ -22,7 +22,7 @@ def use_log_format(format: LogFormat) -> None:
         return
     import structlog
 
-    from headrace_proto.logs import LogConfig, configure_logs
+    from headrace_base.logs import LogConfig, configure_logs
 
     configure_logs(LogConfig("serve", format=format))
     _log, _format = structlog.get_logger(), format

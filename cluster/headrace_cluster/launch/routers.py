@@ -13,6 +13,8 @@ from typing import Any
 
 from pydantic import SecretStr
 
+from headrace_base.address import host_port, port_of, split_address
+from headrace_base.logs import LogConfig
 from headrace_cluster.core.view import RouterPlace
 from headrace_cluster.errors import SpecError
 from headrace_cluster.launch.child_process import ChildProcess
@@ -22,8 +24,6 @@ from headrace_cluster.local.run_logs import log_path
 from headrace_cluster.local.tls_client import open_connection, pinned, reachable
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_cluster.spec.process_specs import RoutersSpec
-from headrace_proto.address import host_port, port_of, split_address
-from headrace_proto.logs import LogConfig
 from headrace_router.api.listen import PortReservation
 from headrace_router.config import END_REQUESTS, RouterConfig
 

@@ -7,6 +7,8 @@ import time
 from functools import partial
 from pathlib import Path
 
+from headrace_base.errors import ListenError, counted
+from headrace_base.logs import LogConfig, add_log_file
 from headrace_cluster.controller.spec_file import digest
 from headrace_cluster.core.rank_config import REPLICA_CLASS
 from headrace_cluster.core.view import ControllerConfig, View
@@ -24,9 +26,6 @@ from headrace_cluster.local.run_logs import log_path, make_run_folder
 from headrace_cluster.program import program_name
 from headrace_cluster.ray.local_ray import LOCALHOST, LocalRay, make_temp_dir
 from headrace_cluster.spec.cluster_spec import ClusterSpec
-from headrace_proto.errors import ListenError
-from headrace_proto.logs import LogConfig, add_log_file
-from headrace_proto.quantities import counted
 
 CLOSE_SECONDS = 4.0  # from the end of the last request to the end of all processes, by force if necessary
 START_SECONDS = 0.3  # between two rounds of a cluster that starts

@@ -6,13 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from headrace_base.address import host_port
 from headrace_cluster.local import state
 from headrace_cluster.local.processes import ProcessId
 from headrace_cluster.local.run_logs import SERVER_FILE
 from headrace_cluster.local.state import ServeState
 from headrace_cluster.local.tls_client import reachable
 from headrace_cluster.spec.cluster_spec import ClusterSpec
-from headrace_proto.address import host_port
 
 
 class ServerRecord:

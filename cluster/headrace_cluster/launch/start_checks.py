@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from headrace_base.cluster_member import SecretFile
+from headrace_base.errors import HeadraceError
 from headrace_cluster.core.placement import (
     MemoryNeed,
     check_cpus,
@@ -18,8 +20,6 @@ from headrace_cluster.core.rank_config import replica_config
 from headrace_cluster.errors import ReplicaFailedError
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_cluster.spec.model_spec import ModelSpec, Pool
-from headrace_proto.cluster_member import SecretFile
-from headrace_proto.errors import HeadraceError
 from headrace_router.access.auth import AuthConfig, check_exposure, check_metrics_exposure
 from headrace_router.access.tls_files import check_tls_files, load_tls_files
 from headrace_worker.device.dtypes import ELEMENT_BYTES, dtype_name

@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from headrace_base import private_file
+from headrace_base.address import port_of
+from headrace_base.private_file import folder_problem, read_private
 from headrace_cluster.errors import StateError
 from headrace_cluster.local.processes import ProcessId
-from headrace_proto import private_file
-from headrace_proto.address import port_of
-from headrace_proto.private_file import folder_problem, read_private
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,12 @@ from collections.abc import Callable
 
 import grpc
 
+from headrace_base.address import port_of, split_address
+from headrace_base.cluster_member import NO_PROXY
 from headrace_cluster.core import naming
 from headrace_cluster.errors import OpenRayError, RayStartError
 from headrace_cluster.ray import private
 from headrace_cluster.spec.cluster_spec import ClusterSpec
-from headrace_proto.address import port_of, split_address
-from headrace_proto.channel_options import NO_PROXY
 
 GCS_SECONDS = 20.0  # as long as Ray's own client retries: head and controller may be started together
 GCS_RETRY_SECONDS = 0.5

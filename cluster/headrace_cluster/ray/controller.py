@@ -10,6 +10,7 @@ from typing import Any
 
 import structlog
 
+from headrace_base.cluster_member import ClusterMember, SecretFile
 from headrace_cluster.controller.admin import admin_app, admin_server, listen
 from headrace_cluster.controller.control_loop import ControlLoop
 from headrace_cluster.controller.control_service import start_control_server
@@ -32,7 +33,6 @@ from headrace_cluster.ray.calls import RayCalls
 from headrace_cluster.ray.cluster_record import ClusterRecord
 from headrace_cluster.ray.driver import RayDriver
 from headrace_cluster.spec.cluster_spec import ClusterSpec
-from headrace_proto.cluster_member import ClusterMember, SecretFile
 from headrace_router.access.auth import AuthConfig, Authenticator, is_loopback
 from headrace_router.access.key_files import KeyFiles
 from headrace_router.access.tls_files import TlsFiles

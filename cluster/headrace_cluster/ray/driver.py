@@ -20,6 +20,8 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from headrace_base.cluster_member import ClusterSecret
+from headrace_base.logs import LogConfig
 from headrace_cluster.core import naming
 from headrace_cluster.core.actions import Seen
 from headrace_cluster.core.naming import ReplicaName
@@ -40,8 +42,6 @@ from headrace_cluster.ray.calls import RayCalls
 from headrace_cluster.ray.rank_actor import RankActor
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_cluster.spec.model_spec import ModelSpec
-from headrace_proto.cluster_member import ClusterSecret
-from headrace_proto.logs import LogConfig
 from headrace_proto.role import Role
 from headrace_worker.core.config import ReplicaConfig
 

@@ -12,6 +12,9 @@ from typing import Any
 import msgspec
 import structlog
 
+from headrace_base.cluster_member import ClusterSecret
+from headrace_base.errors import HeadraceError, MemoryTooSmallError
+from headrace_base.logs import LogConfig, configure_logs
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.rank_config import (
     ENDED,
@@ -24,9 +27,6 @@ from headrace_cluster.core.rank_config import (
     bind_gpus,
 )
 from headrace_cluster.local.rank_states import RankState
-from headrace_proto.cluster_member import ClusterSecret
-from headrace_proto.errors import HeadraceError, MemoryTooSmallError
-from headrace_proto.logs import LogConfig, configure_logs
 from headrace_worker.comm.errors import RankLostError
 from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.profiling.report import DEFAULT_SECONDS, DEFAULT_STEPS

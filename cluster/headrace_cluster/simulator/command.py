@@ -10,6 +10,7 @@ from time import perf_counter
 from types import TracebackType
 from typing import Any
 
+from headrace_base.errors import HeadraceError
 from headrace_cluster.errors import SpecError
 from headrace_cluster.simulator.capacity import SAMPLE, round_robin_capacity
 from headrace_cluster.simulator.cluster_change import ClusterChange, read_changes
@@ -20,7 +21,6 @@ from headrace_cluster.simulator.policies import new_policy
 from headrace_cluster.simulator.result import Result, Slo, result_of
 from headrace_cluster.simulator.simulation import WARM_UP_SECONDS, Setup, Simulation
 from headrace_cluster.simulator.trace import Trace, read_trace
-from headrace_proto.errors import HeadraceError
 from headrace_router.config import policy_hint
 
 LINE_SECONDS = 5.0  # of this machine's time, between two lines

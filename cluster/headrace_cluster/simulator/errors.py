@@ -1,6 +1,6 @@
 """The errors of simulations."""
 
-from headrace_proto.errors import HeadraceError
+from headrace_base.errors import HeadraceError
 
 
 class SimulationError(HeadraceError):

@@ -5,6 +5,7 @@ from typing import Any, Self
 
 from pydantic import Field, ValidationError, model_validator
 
+from headrace_base.settings import flag
 from headrace_cluster.errors import SpecError
 from headrace_cluster.program import program_name
 from headrace_cluster.spec.model_spec import ModelSpec
@@ -18,7 +19,6 @@ from headrace_cluster.spec.process_specs import (
     RoutersSpec,
 )
 from headrace_cluster.spec.section import Section, reason
-from headrace_proto.flag import flag
 from headrace_router.access.auth import AuthConfig
 from headrace_router.access.tls_config import TlsConfig
 from headrace_router.config import policy_hint

@@ -1,6 +1,6 @@
 """The command-line flag and the environment variable of a setting, as the spec's fields declare them.
 
-A field with `json_schema_extra=flag("--max-model-len")` (headrace_proto.flag) has that flag, the variable
+A field with `json_schema_extra=flag("--max-model-len")` (headrace_base.settings) has that flag, the variable
 HEADRACE_MAX_MODEL_LEN and a line of `--help` made of its description and default; no other file names it. `{pool}` in a
 flag stands for the name of the section that holds the field.
 """

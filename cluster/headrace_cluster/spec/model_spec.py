@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
+from headrace_base.settings import flag
 from headrace_cluster.spec.section import Bytes, Count, NodeLabels, PortRange, Section, json_object
-from headrace_proto.flag import flag
 from headrace_proto.role import Role
 from headrace_router.core.sampling_options import SamplingOptions
 from headrace_worker.core.config import EMBEDDED_MODEL, ReplicaSettings

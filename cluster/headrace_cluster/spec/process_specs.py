@@ -5,10 +5,9 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from headrace_base.logs import LogFormat
+from headrace_base.settings import InternalTls, flag
 from headrace_cluster.spec.section import Bytes, Port, Section
-from headrace_proto.flag import flag
-from headrace_proto.internal_tls import InternalTls
-from headrace_proto.log_line import LogFormat
 from headrace_router.access.auth import is_loopback
 from headrace_router.config import RouterSettings
 

@@ -6,11 +6,11 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from headrace_base.private_file import read_private
 from headrace_cluster.errors import SpecError
 from headrace_cluster.program import program_name
 from headrace_cluster.spec.cluster_spec import ClusterSpec, parse_spec
 from headrace_cluster.spec.flag import PREFIX, settings_of
-from headrace_proto.private_file import read_private
 
 SETTINGS = tuple(settings_of(ClusterSpec))
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import structlog
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
-from headrace_proto.errors import HeadraceError
-from headrace_proto.private_file import read_private
+from headrace_base.errors import HeadraceError
+from headrace_base.private_file import read_private
 
 SALT_BYTES = 16
 NAME_DIGITS = 8  # of its salt, in the name of a tenant without one

@@ -5,7 +5,7 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from headrace_proto.flag import flag
+from headrace_base.settings import flag
 
 
 class TlsConfig(BaseModel):

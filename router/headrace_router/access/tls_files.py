@@ -10,9 +10,9 @@ from pathlib import Path
 import grpc
 from cryptography import x509
 
-from headrace_proto.errors import HeadraceError
-from headrace_proto.private_file import read_private
-from headrace_proto.reloading_credentials import reloading_credentials
+from headrace_base.cluster_member import reloading_credentials
+from headrace_base.errors import HeadraceError
+from headrace_base.private_file import read_private
 from headrace_router.access.tls_config import TlsConfig
 from headrace_router.access.watched_files import WatchedFiles
 

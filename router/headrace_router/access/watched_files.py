@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 import structlog
 
-from headrace_proto.errors import HeadraceError
+from headrace_base.errors import HeadraceError
 
 RELOAD_SECONDS = 1.0  # between two looks at the files
 

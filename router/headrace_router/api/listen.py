@@ -3,8 +3,8 @@
 import socket
 from typing import Any
 
-from headrace_proto.address import host_port
-from headrace_proto.errors import ListenError
+from headrace_base.address import host_port
+from headrace_base.errors import ListenError
 
 
 class PortReservation:

@@ -2,7 +2,7 @@
 
 from typing import Any, TypedDict, Unpack
 
-from headrace_proto.errors import HeadraceError
+from headrace_base.errors import HeadraceError
 
 MAX_MESSAGE_CHARS = 2000  # keeps an error body under 8 KiB, whatever the JSON escapes
 

@@ -2,7 +2,7 @@
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from headrace_proto.flag import flag
+from headrace_base.settings import flag
 
 TENANT_SHARE = 0.5  # of what all may have, for one tenant: HTTP connections, gRPC calls
 

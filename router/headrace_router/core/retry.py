@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from headrace_proto.quantities import counted
+from headrace_base.errors import counted
 from headrace_router.core.attempt import Outcome
 from headrace_router.core.errors import (
     ApiError,

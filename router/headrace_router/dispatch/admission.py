@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
-from headrace_proto.quantities import counted
+from headrace_base.errors import counted
 from headrace_router.access.auth import Tenant
 from headrace_router.core.errors import ApiError, OverloadedError, QuotaError
 from headrace_router.core.fair_queue import FairQueue, Places

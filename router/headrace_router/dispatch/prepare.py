@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-from headrace_proto.quantities import counted
+from headrace_base.errors import counted
 from headrace_proto.replica_pb2 import Sampling, TokenSequence
 from headrace_router.access.auth import Tenant
 from headrace_router.answer.parser import AnswerParser

@@ -10,8 +10,7 @@ from typing import Any
 import grpc
 import structlog
 
-from headrace_proto.channel_options import WATCHER
-from headrace_proto.cluster_member import ClusterMember
+from headrace_base.cluster_member import WATCHER, ClusterMember
 from headrace_proto.control_pb2 import (
     Member,
     MemberList,

@@ -9,9 +9,8 @@ from typing import Any
 import grpc
 import structlog
 
+from headrace_base.cluster_member import CLIENT, LARGE_MESSAGES, ClusterMember
 from headrace_proto import CONTRACT_VERSION
-from headrace_proto.channel_options import CLIENT, LARGE_MESSAGES
-from headrace_proto.cluster_member import ClusterMember
 from headrace_proto.control_pb2 import Member
 from headrace_proto.duplex import run_duplex
 from headrace_proto.replica_pb2 import (
@@ -35,7 +34,7 @@ FETCH_SECONDS = 60.0
 
 
 async def fetch_model(stub: Any, cards: CardCache, metadata: Any) -> tuple[ModelFacts, ModelCard]:
-    """The facts of the replica, and the card of its model. Of a tokenizer that replicas share, one link fetches the files.
+    """The facts of the replica, and the card of its model. Replicas share tokenizers: one link fetches each.
 
     stub: of headrace.v1.Replica; metadata: of its calls.
 

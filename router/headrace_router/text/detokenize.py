@@ -11,7 +11,7 @@ import orjson
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from headrace_proto.rust_panic import panics_as_errors
+from headrace_base.errors import panics_as_errors
 from headrace_router.text.line_json import line_json
 
 KNOWN_TOKENS = 1 << 15  # whose JSON is kept

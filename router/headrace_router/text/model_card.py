@@ -8,9 +8,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from headrace_proto.errors import HeadraceError
+from headrace_base.errors import HeadraceError, panics_as_errors
 from headrace_proto.replica_pb2 import ModelFacts
-from headrace_proto.rust_panic import panics_as_errors
 from headrace_router.answer.grammar import GrammarCheck
 from headrace_router.answer.parser import Syntax, syntax_of
 from headrace_router.core.sampling_options import default_options

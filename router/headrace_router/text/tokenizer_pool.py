@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from headrace_proto.rust_panic import panics_as_errors
+from headrace_base.errors import panics_as_errors
 from headrace_router.core.errors import OverloadedError, SlowPromptError
 from headrace_router.core.fair_queue import FairQueue
 from headrace_router.core.limits import Limits

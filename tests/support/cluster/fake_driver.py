@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import msgspec
 
+from headrace_base.errors import HeadraceError
 from headrace_cluster.core.actions import Seen
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.rank_config import ProfileOutcome, RankReport, Stage
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_cluster.spec.model_spec import ModelSpec
-from headrace_proto.errors import HeadraceError
 from headrace_proto.role import Role
 from headrace_worker.core.config import ReplicaConfig
 from support.cluster.fake_replica import FakeReplica

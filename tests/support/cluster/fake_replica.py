@@ -11,10 +11,10 @@ from typing import Any
 
 import grpc
 
+from headrace_base.cluster_member import ClusterSecret
+from headrace_base.errors import EngineDeadError, MemoryTooSmallError
 from headrace_proto import replica_pb2 as pb
 from headrace_proto import replica_pb2_grpc
-from headrace_proto.cluster_member import ClusterSecret
-from headrace_proto.errors import EngineDeadError, MemoryTooSmallError
 from headrace_proto.role import parse_role
 from headrace_worker.core.config import Rendezvous, ReplicaConfig, ReplicaStarted
 

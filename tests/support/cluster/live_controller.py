@@ -3,10 +3,10 @@
 import json
 import sys
 
+from headrace_base.errors import HeadraceError
 from headrace_cluster.launch.controller import run_controller
 from headrace_cluster.launch.display import show_message
 from headrace_cluster.spec.cluster_spec import parse_spec
-from headrace_proto.errors import HeadraceError
 
 if __name__ == "__main__":
     try:

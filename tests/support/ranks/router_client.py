@@ -10,9 +10,9 @@ from typing import Any
 
 import grpc
 
+from headrace_base.cluster_member import NO_PROXY
 from headrace_proto import CONTRACT_VERSION
 from headrace_proto import replica_pb2 as pb
-from headrace_proto.channel_options import NO_PROXY
 from headrace_proto.replica_pb2_grpc import ReplicaStub
 from headrace_worker.core.plan import SampledLogprobs
 from headrace_worker.offline import Completion

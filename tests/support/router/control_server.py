@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-from headrace_proto.cluster_member import ClusterMember
+from headrace_base.cluster_member import ClusterMember
 from headrace_proto.control_pb2 import MemberList, RouterReport, RouterReportReply
 from headrace_proto.control_pb2_grpc import ControlServicer, add_ControlServicer_to_server
 from support.members import MEMBER

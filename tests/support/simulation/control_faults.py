@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from functools import partial
 
+from headrace_base.errors import HeadraceError
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.spec.cluster_spec import ClusterSpec
-from headrace_proto.errors import HeadraceError
 from headrace_proto.role import Role
 from support.simulation.control_checks import LISTED_SECONDS
 from support.simulation.managed_cluster import ManagedCluster

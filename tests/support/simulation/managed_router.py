@@ -4,9 +4,9 @@ import asyncio
 from math import inf
 from typing import TYPE_CHECKING, cast
 
+from headrace_base.cluster_member import WATCH_REPLY_SECONDS
 from headrace_cluster.core.naming import ReplicaName
 from headrace_proto import control_pb2 as control
-from headrace_proto.channel_options import WATCH_REPLY_SECONDS
 from headrace_router.core.errors import ApiError
 from headrace_router.replicas.membership import FIRST_BACKOFF, LAST_BACKOFF, REPORT_SECONDS
 from support.simulation.sim_request import ClientRequest, SimRequest, State

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, cast
 
 import msgspec
 
+from headrace_base.cluster_member import WATCH_REPLY_SECONDS
+from headrace_base.errors import HeadraceError
 from headrace_cluster.controller.control_loop import ControlLoop
 from headrace_cluster.controller.control_service import ControlService
 from headrace_cluster.controller.members import Membership
@@ -19,8 +21,6 @@ from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_cluster.spec.process_specs import HealthSpec
 from headrace_proto import control_pb2 as control
 from headrace_proto import replica_pb2 as pb
-from headrace_proto.channel_options import WATCH_REPLY_SECONDS
-from headrace_proto.errors import HeadraceError
 from support.simulation.sim_driver import SimDriver
 from support.simulation.sim_ray import SECRETS, SimRayError
 from support.simulation.sim_replica import SimReplica

@@ -3,9 +3,9 @@
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
+from headrace_base.cluster_member import PAUSE_SECONDS
 from headrace_proto import control_pb2 as control
 from headrace_proto import replica_pb2 as pb
-from headrace_proto.channel_options import PAUSE_SECONDS
 from headrace_router.core.replica_state import ReplicaState
 from headrace_worker.core.request import Output
 from headrace_worker.server.convert import fill_delta, merge_output

@@ -7,7 +7,7 @@ from math import inf
 from random import Random
 from typing import NoReturn, Protocol
 
-from headrace_proto.channel_options import PING_SECONDS
+from headrace_base.cluster_member import PING_SECONDS
 
 MAX_EVENTS = 60_000
 

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from headrace_base.errors import MemoryTooSmallError, ModelUnsupportedError
 from headrace_cluster.cli.app import app
-from headrace_proto.errors import MemoryTooSmallError, ModelUnsupportedError
 from headrace_worker.accuracy import EXACT, Accuracy, check, compare, dense, served, windows
 from headrace_worker.assembly.assemble import assemble
 from headrace_worker.device.cpu import CpuDevice

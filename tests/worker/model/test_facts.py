@@ -10,8 +10,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from headrace_base.errors import ModelLoadError
 from headrace_proto import replica_pb2 as pb
-from headrace_proto.errors import ModelLoadError
 from headrace_proto.grammar import compile_grammar, grammar_tokenizer
 from headrace_router.text.model_card import LoadedTokenizer, ModelCard
 from headrace_worker.model.build import read_config

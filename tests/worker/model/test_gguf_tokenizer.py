@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import PreTrainedTokenizerFast
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
-from headrace_proto.errors import ModelLoadError
+from headrace_base.errors import ModelLoadError
 from headrace_worker.model.gguf_tokenizer import _SPLITS, byte_tokenizer, gguf_tokenizer
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4

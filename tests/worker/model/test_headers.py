@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from headrace_proto.errors import HeadraceError, ModelUnsupportedError
+from headrace_base.errors import HeadraceError, ModelUnsupportedError
 from headrace_worker.model.facts import max_positions
 from headrace_worker.model.headers import check_options, read_headers
 from headrace_worker.model.source import resolve

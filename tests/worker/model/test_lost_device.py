@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headrace_proto.errors import EngineDeadError
+from headrace_base.errors import EngineDeadError
 from headrace_worker.assembly.assemble import assemble
 from headrace_worker.core.plan import RowSampling
 from headrace_worker.core.request import Finish, Request

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from headrace_proto.errors import DeviceError, ModelLoadError, ModelUnsupportedError
+from headrace_base.errors import DeviceError, ModelLoadError, ModelUnsupportedError
 from headrace_worker.device import choice as device
 from headrace_worker.device import dtypes
 from headrace_worker.model.build import build_meta

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from headrace_proto.errors import ModelSourceError
+from headrace_base.errors import ModelSourceError
 from headrace_worker.model.source import hub_commit, resolve
 
 

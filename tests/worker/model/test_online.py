@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from headrace_base.errors import ModelUnsupportedError
 from headrace_kernels.packed import Form
 from headrace_kernels.rounded import Products
-from headrace_proto.errors import ModelUnsupportedError
 from headrace_worker import accuracy
 from headrace_worker.model.headers import check_options, read_headers
 from headrace_worker.model.load import load

@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from headrace_proto.errors import ModelLoadError, ModelUnsupportedError
+from headrace_base.errors import ModelLoadError, ModelUnsupportedError
 from headrace_worker.model.headers import read_headers
 from headrace_worker.model.load import load
 from headrace_worker.model.packable import PackableExperts, PackableLinear, PackableMatrix, PackedLinear

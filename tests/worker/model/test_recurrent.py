@@ -14,8 +14,8 @@ from torch import nn
 from transformers import AutoConfig
 from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDeltaAttention
 
+from headrace_base.errors import MemoryTooSmallError, ModelUnsupportedError
 from headrace_kernels.meta import StateMeta
-from headrace_proto.errors import MemoryTooSmallError, ModelUnsupportedError
 from headrace_proto.role import Role
 from headrace_worker.core.plan import RowSampling
 from headrace_worker.model.attention import StepContext, step_context

@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
 
-from headrace_proto.errors import ModelUnsupportedError
+from headrace_base.errors import ModelUnsupportedError
 from headrace_worker.model import refusals
 from headrace_worker.model.build import check_supported, read_config
 from headrace_worker.model.headers import check_options, read_headers

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from headrace_proto.errors import MemoryTooSmallError
+from headrace_base.errors import MemoryTooSmallError
 from headrace_worker.core.kv.sizing import size_kv
 from headrace_worker.core.layout import CacheGroupSpec, CacheLayout
 from headrace_worker.core.plan import RowInit, RowSampling, StepPlan, TableUpdate, Work

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 from torch import Tensor
 
-from headrace_proto.errors import MemoryTooSmallError
+from headrace_base.errors import MemoryTooSmallError
 from headrace_worker.assembly.assemble import assemble
 from headrace_worker.core.kv.sizing import gpu_headroom, size_kv
 from headrace_worker.core.step_runner import RunnerBrokenError

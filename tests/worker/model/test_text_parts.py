@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
-from headrace_proto.errors import ModelLoadError, ModelUnsupportedError
+from headrace_base.errors import ModelLoadError, ModelUnsupportedError
 from headrace_worker.model.build import build_meta
 from headrace_worker.model.headers import check_options, read_headers
 from headrace_worker.model.load import load

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig
 
+from headrace_base.errors import ModelLoadError, ModelUnsupportedError
 from headrace_kernels.meta import AttentionMeta
-from headrace_proto.errors import ModelLoadError, ModelUnsupportedError
 from headrace_worker.model import refusals
 from headrace_worker.model.attention import (
     LayerCache,

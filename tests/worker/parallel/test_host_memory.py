@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headrace_proto.errors import MemoryTooSmallError
+from headrace_base.errors import MemoryTooSmallError
 from headrace_worker.assembly.assemble import Assembly, assemble
 from headrace_worker.assembly.offload import HostSlots, host_slots
 from headrace_worker.core.layout import CacheGroupSpec, CacheLayout, StateSpec

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from headrace_proto.errors import ModelUnsupportedError
+from headrace_base.errors import ModelUnsupportedError
 from headrace_worker.accuracy import RoundedCache
 from headrace_worker.runner.pools import KVPools
 from support.ranks.workloads import prompts

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from headrace_proto.errors import ModelLoadError, ModelUnsupportedError
+from headrace_base.errors import ModelLoadError, ModelUnsupportedError
 
 
 @pytest.mark.parametrize(

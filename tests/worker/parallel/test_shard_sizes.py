@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from headrace_proto.errors import ModelUnsupportedError
+from headrace_base.errors import ModelUnsupportedError
 from headrace_worker.model.gguf import GgufWeights
 from headrace_worker.model.gguf_file import GgufFile
 from headrace_worker.model.sharding.cuts import Cut, in_units

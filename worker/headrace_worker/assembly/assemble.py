@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from headrace_base.errors import size_text
 from headrace_proto.block_hash import BlockHasher
-from headrace_proto.quantities import size_text
 from headrace_worker.assembly.command_queue import CommandQueue
 from headrace_worker.assembly.offload import HostSlots, host_slots
 from headrace_worker.assembly.step_memory import measure_step_memory

@@ -8,8 +8,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from headrace_proto.errors import MemoryTooSmallError
-from headrace_proto.quantities import size_text
+from headrace_base.errors import MemoryTooSmallError, size_text
 from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.core.layout import CacheLayout
 from headrace_worker.core.transfer.shards import KvShards

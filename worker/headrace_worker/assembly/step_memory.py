@@ -13,8 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from headrace_proto.errors import HeadraceError, MemoryTooSmallError
-from headrace_proto.quantities import size_text
+from headrace_base.errors import HeadraceError, MemoryTooSmallError, size_text
 from headrace_worker.assembly.stepping import unrecorded_note
 from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.core.kv.sizing import HEADROOM_REASON, gpu_headroom

@@ -1,6 +1,6 @@
 """Errors between the ranks of a replica."""
 
-from headrace_proto.errors import HeadraceError
+from headrace_base.errors import HeadraceError
 
 
 class RankLostError(HeadraceError):

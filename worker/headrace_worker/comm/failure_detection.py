@@ -107,7 +107,7 @@ _KEY_LENGTH = struct.Struct("!H")
 
 
 class SharedEntries:
-    """Strings to bytes. Every rank has a copy, and rank 0 forwards what it receives. Entries do not change. Thread-safe.
+    """Strings to bytes. Every rank has a copy, and rank 0 forwards what it receives. Entries stay. Thread-safe.
 
     Only the ranks' links carry them: no port serves them, and no other process can read or change them.
     """

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._C._autograd import _enable_record_function as enable_record_function
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from headrace_proto.errors import DeviceError
+from headrace_base.errors import DeviceError
 from headrace_worker.comm.failure_detection import FailureDetector
 
 # An idle replica waits for its next plan without a limit; the failure detector reports a lost peer.

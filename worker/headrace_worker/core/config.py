@@ -6,8 +6,7 @@ from typing import Annotated, Literal
 from msgspec import Struct
 from pydantic import Field
 
-from headrace_proto.flag import flag
-from headrace_proto.internal_tls import InternalTls
+from headrace_base.settings import InternalTls, flag
 from headrace_proto.parsers import ReasoningParser, ToolParser
 from headrace_proto.role import Role
 

@@ -56,7 +56,7 @@ class SchedulerCounters:
 
 
 class Followers:
-    """Waiting requests whose next block is being computed for another request: admitted now, they would compute it again.
+    """Waiting requests whose next block is being computed for another: admitted now, they would compute it again.
 
     The first request of a burst with one prompt computes it, and the others start from its blocks: they are set aside
     in the queue until the block is there, or will not be.

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from headrace_proto.errors import HeadraceError
+from headrace_base.errors import HeadraceError
 from headrace_worker.core.guide import Mask
 from headrace_worker.core.plan import StepPlan, StepResult
 

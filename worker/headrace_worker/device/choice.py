@@ -5,7 +5,7 @@ import threading
 
 import torch
 
-from headrace_proto.errors import DeviceError
+from headrace_base.errors import DeviceError
 from headrace_worker.device.cpu import CpuDevice
 from headrace_worker.device.cuda import CudaDevice
 from headrace_worker.device.dtypes import dtype_name

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from headrace_proto.errors import DeviceError
+from headrace_base.errors import DeviceError
 from headrace_worker.device.gpu_faults import GpuFaultWatch
 from headrace_worker.device.rank_device import GraphRecorder, Mark
 

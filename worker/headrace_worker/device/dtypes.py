@@ -2,7 +2,7 @@
 
 from typing import get_args
 
-from headrace_proto.errors import DeviceError
+from headrace_base.errors import DeviceError
 from headrace_worker.core.config import DtypeName
 
 ELEMENT_BYTES = {name: 4 if name == "float32" else 2 for name in get_args(DtypeName)}

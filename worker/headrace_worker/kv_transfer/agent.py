@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace_proto.errors import HeadraceError
+from headrace_base.errors import HeadraceError
 
 Pieces = NDArray[np.uint64]  # [n, 2]: address, bytes
 

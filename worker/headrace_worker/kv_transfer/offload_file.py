@@ -19,9 +19,8 @@ from typing import Self
 
 from blake3 import blake3
 
+from headrace_base.errors import HeadraceError, size_text
 from headrace_proto.block_hash import HASH_BYTES
-from headrace_proto.errors import HeadraceError
-from headrace_proto.quantities import size_text
 from headrace_worker.core.kv.blocks import Content
 from headrace_worker.core.transfer.orders import FileBlock
 

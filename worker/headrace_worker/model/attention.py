@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import headrace_kernels.ops as ops
+from headrace_base.errors import HeadraceError
 from headrace_kernels.meta import AttentionMeta, HeadNorms, StateMeta
-from headrace_proto.errors import HeadraceError
 from headrace_worker.model import latent
 
 IMPLEMENTATION = "headrace"

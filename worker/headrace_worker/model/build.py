@@ -6,7 +6,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from headrace_proto.errors import HeadraceError, ModelLoadError, ModelUnsupportedError
+from headrace_base.errors import HeadraceError, ModelLoadError, ModelUnsupportedError
 from headrace_worker.model import attention
 from headrace_worker.model.cache_layout import layer_windows
 from headrace_worker.model.gguf_config import gguf_config

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from headrace_base.errors import ModelUnsupportedError
 from headrace_kernels.kv_format import SCALE_BYTES
-from headrace_proto.errors import ModelUnsupportedError
 from headrace_worker.comm.parallel_context import SINGLE, ParallelContext
 from headrace_worker.core.layout import CacheGroupSpec, CacheLayout, StateSpec
 from headrace_worker.model.config_sizes import config_size, layer_sizes

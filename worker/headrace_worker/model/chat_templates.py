@@ -8,7 +8,7 @@ from typing import Any
 from jinja2 import Environment, TemplateSyntaxError
 from tokenizers import Tokenizer
 
-from headrace_proto.errors import ModelLoadError
+from headrace_base.errors import ModelLoadError
 from headrace_worker.model.gguf_metadata import Metadata, text
 from headrace_worker.model.json_files import read_object
 from headrace_worker.model.source import ModelSource

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from headrace_proto.errors import ModelUnsupportedError
+from headrace_base.errors import ModelUnsupportedError
 
 # Beyond any model in use; a model of this many layers is built within seconds.
 _LARGEST = {

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-from headrace_proto.errors import ModelLoadError, ModelUnsupportedError
+from headrace_base.errors import ModelLoadError, ModelUnsupportedError
 from headrace_worker.core.transfer.shards import Span
 from headrace_worker.model.packable import PackableExperts, PackableMatrix, merge_packable
 from headrace_worker.model.sharding.cuts import Cut, Cuts, spans_of

@@ -7,8 +7,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from headrace_proto.errors import ModelLoadError
-from headrace_proto.quantities import counted
+from headrace_base.errors import ModelLoadError, counted
 from headrace_worker.model.chat_templates import (
     DEFAULT,
     TOOL_USE,

@@ -5,7 +5,7 @@ import inspect
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headrace_proto.errors import ModelUnsupportedError
+from headrace_base.errors import ModelUnsupportedError
 from headrace_worker.comm.parallel_context import SINGLE, ParallelContext
 from headrace_worker.model.attention import current_step
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from headrace_proto.errors import ModelLoadError, ModelUnsupportedError
+from headrace_base.errors import ModelLoadError, ModelUnsupportedError
 from headrace_worker.model.gguf_file import GgufFile
 from headrace_worker.model.gguf_metadata import Metadata, number, optional_number, real, text
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace_proto.errors import ModelLoadError, ModelSourceError
+from headrace_base.errors import ModelLoadError, ModelSourceError
 from headrace_worker.model.gguf_metadata import number
 
 _MAGIC = b"GGUF"

@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from headrace_proto.errors import ModelLoadError
+from headrace_base.errors import ModelLoadError
 
 Metadata = Mapping[str, Any]
 

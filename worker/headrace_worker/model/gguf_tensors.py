@@ -6,7 +6,7 @@ from math import prod
 import gguf
 import numpy as np
 
-from headrace_proto.errors import ModelLoadError, ModelUnsupportedError
+from headrace_base.errors import ModelLoadError, ModelUnsupportedError
 from headrace_worker.model.gguf_file import GgufFile, GgufPart, GgufTensor
 
 

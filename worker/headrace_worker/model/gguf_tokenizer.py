@@ -8,8 +8,7 @@ pre-tokenizer split is chosen by `tokenizer.ggml.pre`; unknown names are refused
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
-from headrace_proto.errors import ModelLoadError, ModelUnsupportedError
-from headrace_proto.rust_panic import panics_as_errors
+from headrace_base.errors import ModelLoadError, ModelUnsupportedError, panics_as_errors
 from headrace_worker.model.gguf_metadata import Metadata, numbers, text, texts
 
 _MODEL, _PRE = "tokenizer.ggml.model", "tokenizer.ggml.pre"

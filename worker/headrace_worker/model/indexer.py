@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import headrace_kernels.ops as ops
+from headrace_base.errors import ModelUnsupportedError
 from headrace_kernels.meta import AttentionMeta
-from headrace_proto.errors import ModelUnsupportedError
 from headrace_worker.model.attention import ALL, All, StepContextError, current_step
 from headrace_worker.model.latent import is_latent
 

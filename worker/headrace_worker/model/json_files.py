@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from headrace_proto.errors import ModelLoadError
+from headrace_base.errors import ModelLoadError
 
 _MOST_BYTES = 64 << 20  # the index of a million tensors is larger than any in use
 

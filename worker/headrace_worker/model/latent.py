@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headrace_proto.errors import ModelUnsupportedError
+from headrace_base.errors import ModelUnsupportedError
 
 _PARTS = ("expand_kv", "kv_b_proj", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
 

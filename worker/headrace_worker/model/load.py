@@ -8,11 +8,11 @@ import msgspec
 import torch
 from transformers import PreTrainedModel
 
+from headrace_base.errors import MemoryTooSmallError, ModelUnsupportedError
 from headrace_kernels import find_slow_backends
 from headrace_kernels.cpu import library
 from headrace_kernels.gpu import weight_only
 from headrace_kernels.rounded import NO_PRODUCTS, products_of
-from headrace_proto.errors import MemoryTooSmallError, ModelUnsupportedError
 from headrace_worker.comm.parallel_context import SINGLE, ParallelContext
 from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.core.layout import CacheLayout

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import headrace_kernels.ops as ops
+from headrace_base.errors import ModelUnsupportedError
 from headrace_kernels.meta import StateMeta
-from headrace_proto.errors import ModelUnsupportedError
 from headrace_worker.comm.parallel_context import SINGLE, ParallelContext
 from headrace_worker.core.layout import StatePart, StateSpec
 from headrace_worker.model.attention import StepContextError, current_step

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from headrace_proto.errors import ModelUnsupportedError
+from headrace_base.errors import ModelUnsupportedError
 from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.model.config_sizes import config_value, layer_sizes, optional_size
 from headrace_worker.model.quantized.config import read_scheme

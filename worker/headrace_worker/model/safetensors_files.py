@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from headrace_proto.errors import ModelLoadError
+from headrace_base.errors import ModelLoadError
 
 # Buffers in old checkpoints.
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")

@@ -12,7 +12,7 @@ from typing import get_args
 
 from blake3 import blake3
 
-from headrace_proto.errors import ModelLoadError, ModelSourceError
+from headrace_base.errors import ModelLoadError, ModelSourceError
 from headrace_worker.core.config import EMBEDDED_MODEL, LoadFormat, WeightFormat
 from headrace_worker.model.gguf_file import first_part, gguf_parts
 from headrace_worker.model.json_files import read_object

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForMultimodalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
-from headrace_proto.errors import ModelLoadError, ModelUnsupportedError
+from headrace_base.errors import ModelLoadError, ModelUnsupportedError
 
 _END_TOKENS = ("eos_token_id", "bos_token_id")
 

@@ -5,8 +5,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from headrace_proto.errors import ModelLoadError
-from headrace_proto.rust_panic import panics_as_errors
+from headrace_base.errors import ModelLoadError, panics_as_errors
 from headrace_worker.model.json_files import read_object
 from headrace_worker.model.source import ModelSource
 

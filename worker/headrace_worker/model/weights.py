@@ -10,10 +10,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from headrace_base.errors import ModelLoadError
 from headrace_kernels.gpu.weight_only import can_multiply
 from headrace_kernels.packed import Codes, Form, Kind
 from headrace_kernels.rounded import NO_PRODUCTS, Products, scaled_weight
-from headrace_proto.errors import ModelLoadError
 from headrace_worker.core.progress import Progress
 from headrace_worker.core.transfer.shards import Span
 from headrace_worker.model.packable import (

@@ -20,7 +20,7 @@ from typing import Protocol
 
 import structlog
 
-from headrace_proto.quantities import counted
+from headrace_base.errors import counted
 from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.core.plan import StepPlan
 from headrace_worker.profiling.report import (

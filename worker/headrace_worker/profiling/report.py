@@ -2,7 +2,7 @@
 
 from msgspec import Struct
 
-from headrace_proto.errors import HeadraceError
+from headrace_base.errors import HeadraceError
 
 DEFAULT_STEPS, MAX_STEPS = 20, 1000
 DEFAULT_SECONDS, MAX_SECONDS = 10.0, 60.0

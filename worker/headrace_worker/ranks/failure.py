@@ -1,6 +1,6 @@
 """What the other ranks, and users, are told about a failed step: the same on every rank."""
 
-from headrace_proto.errors import HeadraceError
+from headrace_base.errors import HeadraceError
 from headrace_worker.device.loss import loss_sentence
 from headrace_worker.device.rank_device import RankDevice
 

@@ -2,8 +2,8 @@
 
 import contextlib
 
+from headrace_base.errors import HeadraceError
 from headrace_kernels.cpu.library import missing
-from headrace_proto.errors import HeadraceError
 from headrace_worker.comm import shared_memory
 from headrace_worker.comm.communicators import DeviceCommunicator, OrderedCommunicator
 from headrace_worker.comm.failure_detection import FailureDetector

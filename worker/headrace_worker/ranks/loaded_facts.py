@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 
-from headrace_proto.errors import HeadraceError
+from headrace_base.errors import HeadraceError
 from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.model.load import LoadedModel
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from headrace_proto.errors import HeadraceError
+from headrace_base.errors import HeadraceError
 from headrace_worker.comm.errors import RankLostError
 from headrace_worker.comm.failure_detection import FailureDetector
 from headrace_worker.comm.rendezvous import StoreAllGather

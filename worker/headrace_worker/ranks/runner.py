@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from headrace_proto.errors import HeadraceError
+from headrace_base.errors import HeadraceError
 from headrace_worker.comm.errors import RankLostError
 from headrace_worker.core.guide import Mask
 from headrace_worker.core.layout import CacheLayout

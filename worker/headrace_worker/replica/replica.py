@@ -5,9 +5,9 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 
+from headrace_base.cluster_member import ClusterMember, ClusterSecret
+from headrace_base.errors import EngineDeadError, HeadraceError
 from headrace_proto.block_hash import derive_key
-from headrace_proto.cluster_member import ClusterMember, ClusterSecret
-from headrace_proto.errors import EngineDeadError, HeadraceError
 from headrace_proto.role import parse_role
 from headrace_worker.comm.errors import RankLostError
 from headrace_worker.comm.interface import rank_host

@@ -1,6 +1,6 @@
 """Rank 0: the engine, the loop that drives it, and the gRPC server."""
 
-from headrace_proto.cluster_member import ClusterMember
+from headrace_base.cluster_member import ClusterMember
 from headrace_proto.role import Role
 from headrace_worker.assembly.assemble import assemble
 from headrace_worker.assembly.loop import EngineLoop

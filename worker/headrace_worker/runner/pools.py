@@ -10,8 +10,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from headrace_base.errors import MemoryTooSmallError
 from headrace_kernels import kv_format
-from headrace_proto.errors import MemoryTooSmallError
 from headrace_worker.core.layout import CacheGroupSpec, CacheLayout
 from headrace_worker.model.attention import LayerCache
 from headrace_worker.model.cache_layout import kv_sources

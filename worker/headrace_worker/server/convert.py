@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
+from headrace_base.errors import counted
 from headrace_proto import replica_pb2 as pb
-from headrace_proto.quantities import counted
 from headrace_worker.core.engine import LoadSnapshot
 from headrace_worker.core.guide import GUIDE_FAILED, NOTHING_ALLOWED, TokenGuide
 from headrace_worker.core.kv.manager import PrefixChain

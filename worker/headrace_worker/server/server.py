@@ -7,10 +7,9 @@ from collections.abc import Callable
 
 import grpc
 
-from headrace_proto.address import host_port
-from headrace_proto.channel_options import LARGE_MESSAGES, SERVER
-from headrace_proto.cluster_member import ClusterMember
-from headrace_proto.errors import ListenError
+from headrace_base.address import host_port
+from headrace_base.cluster_member import LARGE_MESSAGES, SERVER, ClusterMember
+from headrace_base.errors import ListenError
 from headrace_proto.replica_pb2_grpc import add_ReplicaServicer_to_server
 from headrace_worker.server.servicer import Servicer
 

@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator, Callable
 import grpc
 import structlog
 
+from headrace_base.cluster_member import ClusterMember
 from headrace_proto import CONTRACT_VERSION, is_compatible
 from headrace_proto import replica_pb2 as pb
-from headrace_proto.cluster_member import ClusterMember
 from headrace_proto.grammar import GrammarError
 from headrace_proto.replica_pb2_grpc import ReplicaServicer
 from headrace_proto.stall import stall_limit

@@ -7,9 +7,8 @@ from typing import Any
 import grpc
 import structlog
 
+from headrace_base.cluster_member import LARGE_MESSAGES, PATIENT, ClusterMember
 from headrace_proto import replica_pb2 as pb
-from headrace_proto.channel_options import LARGE_MESSAGES, PATIENT
-from headrace_proto.cluster_member import ClusterMember
 from headrace_proto.duplex import run_duplex
 from headrace_proto.replica_pb2_grpc import ReplicaStub
 from headrace_worker.core.transfer.messages import FromSource, ToSource

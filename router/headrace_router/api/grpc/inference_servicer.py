@@ -12,8 +12,8 @@ import structlog
 from google.protobuf.json_format import ParseDict
 from google.protobuf.message import DecodeError, Message
 
+from headrace_base.cluster_member import unauthenticated_handler
 from headrace_proto import inference_pb2
-from headrace_proto.call_refusal import unauthenticated_handler
 from headrace_proto.inference_pb2 import (
     ChatMessage,
     ChatMessages,

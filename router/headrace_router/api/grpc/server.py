@@ -7,7 +7,7 @@ from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 from grpc_reflection.v1alpha import reflection
 
-from headrace_proto.address import host_port
+from headrace_base.address import host_port
 from headrace_router.access.tls_files import TlsFiles
 from headrace_router.api.grpc.call_shares import KEYLESS_CALLS, KEYLESS_WATCHERS, CallShares
 from headrace_router.api.grpc.health import Health

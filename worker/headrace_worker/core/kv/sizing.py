@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from headrace_proto.errors import MemoryTooSmallError, ModelUnsupportedError
-from headrace_proto.quantities import counted, size_text
+from headrace_base.errors import MemoryTooSmallError, ModelUnsupportedError, counted, size_text
 from headrace_worker.core.kv.states import SLOTS_PER_ROW
 from headrace_worker.core.layout import CacheLayout
 

@@ -5,7 +5,7 @@ from math import lcm
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from headrace_proto.errors import ModelLoadError, ModelUnsupportedError
+from headrace_base.errors import ModelLoadError, ModelUnsupportedError
 from headrace_worker.model.gguf_config import GGUF_FAMILIES
 from headrace_worker.model.json_files import read_object
 

@@ -26,8 +26,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from headrace_base.errors import ModelLoadError
 from headrace_kernels.packed import Codes, Form, Kind
-from headrace_proto.errors import ModelLoadError
 from headrace_worker.core.transfer.shards import Span
 from headrace_worker.model.quantized.config import STORED, QuantizationScheme, Stored, check_complete
 from headrace_worker.model.sharding.cuts import Cut

@@ -11,8 +11,8 @@ from math import gcd
 import torch
 from torch import Tensor
 
+from headrace_base.errors import ModelLoadError
 from headrace_kernels.packed import Codes, Form, Kind, concatenate
-from headrace_proto.errors import ModelLoadError
 from headrace_worker.core.transfer.shards import Span
 from headrace_worker.model.packable import PackableExperts, PackableMatrix
 from headrace_worker.model.quantized.config import SCALES, QuantizationScheme, no_scale

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headrace_proto.errors import ModelUnsupportedError
+from headrace_base.errors import ModelUnsupportedError
 from headrace_worker.core.transfer.shards import Span
 
 

@@ -3,8 +3,7 @@
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from headrace_proto.errors import ModelUnsupportedError
-from headrace_proto.quantities import counted
+from headrace_base.errors import ModelUnsupportedError, counted
 from headrace_worker.comm.parallel_context import ParallelContext
 from headrace_worker.core.transfer.shards import Span
 from headrace_worker.model.config_sizes import config_size, layer_sizes, optional_size

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from headrace_proto.errors import ModelUnsupportedError
+from headrace_base.errors import ModelUnsupportedError
 from headrace_worker.core.transfer.shards import Span
 from headrace_worker.model.sharding.cuts import even, scaled
 

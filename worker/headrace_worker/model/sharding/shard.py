@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from headrace_proto.errors import ModelUnsupportedError
+from headrace_base.errors import ModelUnsupportedError
 from headrace_worker.comm.parallel_context import ParallelContext
 from headrace_worker.core.transfer.shards import Span
 from headrace_worker.model.packable import is_experts

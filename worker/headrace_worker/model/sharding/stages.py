@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from headrace_proto.errors import ModelUnsupportedError
+from headrace_base.errors import ModelUnsupportedError
 from headrace_worker.comm.parallel_context import ParallelContext
 from headrace_worker.model.sharding.modules import PlaceholderEmbedding, PlaceholderLayer, PlaceholderNorm
 from headrace_worker.model.sharding.places import stage_layers

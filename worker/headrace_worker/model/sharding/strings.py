@@ -7,7 +7,7 @@ or whose plan keeps modules whole that can be split: packed projections are cut 
 import re
 from typing import Any
 
-from headrace_proto.errors import ModelUnsupportedError
+from headrace_base.errors import ModelUnsupportedError
 
 COLWISE, ROWWISE = "colwise", "rowwise"
 PACKED_QKV, PACKED_PAIR = "packed_qkv", "packed_pair"

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import headrace_kernels.ops as ops
+from headrace_base.errors import ModelUnsupportedError
 from headrace_kernels.gpu import weight_only
 from headrace_kernels.packed import Codes, Form, stack
-from headrace_proto.errors import ModelUnsupportedError
 from headrace_worker.model.packable import PackableLinear, PackableMatrix, is_experts
 from headrace_worker.model.surgery.mlp import FusedMlp, activation
 from headrace_worker.model.surgery.verify import TOKENS, agrees, random_input

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from headrace_base.errors import ModelUnsupportedError
 from headrace_kernels.cpu import library
 from headrace_kernels.invariant import InvariantLinear
-from headrace_proto.errors import ModelUnsupportedError
 from headrace_worker.model.packable import (
     LeftFactor,
     PackableLinear,

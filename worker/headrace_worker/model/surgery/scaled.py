@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import headrace_kernels.ops as ops
+from headrace_base.errors import ModelLoadError
 from headrace_kernels.gpu import weight_only
 from headrace_kernels.packed import Codes
 from headrace_kernels.rounded import Products, Rounded, scaled_weight
-from headrace_proto.errors import ModelLoadError
 from headrace_worker.model.packable import PackableLinear, PackableMatrix
 from headrace_worker.model.surgery.layers import FusedLayer
 from headrace_worker.model.surgery.mlp import FusedMlp

@@ -10,7 +10,7 @@ import stat
 import tempfile
 from pathlib import Path
 
-from headrace_proto.errors import HeadraceError
+from headrace_base.errors import HeadraceError
 
 MAX_BYTES = 1 << 20
 _ROOT = 0

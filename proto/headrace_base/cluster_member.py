@@ -1,19 +1,94 @@
 """How members of a cluster recognise each other: its secret goes with every call; TLS where files are given."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from hmac import compare_digest
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import grpc
 from blake3 import blake3
 
-from headrace_proto.call_refusal import unauthenticated_handler
-from headrace_proto.errors import HeadraceError
-from headrace_proto.internal_tls import TLS_NAME, InternalTls
-from headrace_proto.private_file import read_private
-from headrace_proto.reloading_credentials import reloading_credentials
+from headrace_base.errors import HeadraceError
+from headrace_base.private_file import read_private
+from headrace_base.settings import TLS_NAME, InternalTls
+
+T = TypeVar("T")
+
+
+def reloading_credentials(
+    current: Callable[[], T], configure: Callable[[T], grpc.ServerCertificateConfiguration], *, require_client: bool
+) -> grpc.ServerCredentials:
+    """Each handshake uses what `current` returns then; open connections are not affected.
+
+    current: returns the same object until it changes. gRPC calls it in each handshake, in a thread of its own:
+    unauthenticated peers can cause it, so it is cheap. require_client: whether clients need a certificate.
+    """
+    used = current()
+
+    def changed() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal used
+        if used is (found := current()):
+            return None
+        used = found
+        return configure(found)
+
+    return grpc.dynamic_ssl_server_credentials(configure(used), changed, require_client)  # type: ignore[arg-type]  # None too
+
+
+Options = tuple[tuple[str, int], ...]
+
+MAX_MESSAGE_BYTES = 64 << 20
+LARGE_MESSAGES: Options = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+)
+# Addresses of a cluster are internal: a proxy that the environment names must not receive these calls.
+NO_PROXY: Options = (("grpc.enable_http_proxy", 0),)
+# A channel that shared its connection with others would share the wait between their attempts to connect.
+OWN_CONNECTION: Options = (("grpc.use_local_subchannel_pool", 1),)
+# A peer without a certificate has a connection for the time of a handshake. A replica needs one per router, and a few.
+MAX_CONNECTIONS = 4096
+MAX_STREAMS = 32  # calls of one connection at a time; a peer has a few, further ones wait in its process
+# Of a channel between processes of a cluster.
+CLIENT: Options = (*NO_PROXY, *OWN_CONNECTION)
+# A peer that ended without closing its connection (its machine lost power) is detected after the sum of these.
+PING_SECONDS = 10
+WATCH_REPLY_SECONDS = 5  # of a stream on which only the server sends: the client opens another one
+PAUSE_SECONDS = 30  # of a client, which may be paused and keeps its streams: routers wait as long for a replica
+
+
+def _keepalive(reply_seconds: int) -> Options:
+    return (
+        ("grpc.keepalive_time_ms", PING_SECONDS * 1000),
+        ("grpc.keepalive_timeout_ms", reply_seconds * 1000),
+        ("grpc.http2.ping_timeout_ms", reply_seconds * 1000),  # the one that ends a ping; one minute by default
+    )
+
+
+_PINGS_WITHOUT_DATA: Options = (("grpc.http2.max_pings_without_data", 0),)  # no bound
+WATCHER: Options = (*CLIENT, *_keepalive(WATCH_REPLY_SECONDS), *_PINGS_WITHOUT_DATA)
+PATIENT: Options = (*CLIENT, *_keepalive(PAUSE_SECONDS), *_PINGS_WITHOUT_DATA)  # the server may be paused
+SERVER: Options = (
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
+    ("grpc.max_concurrent_streams", MAX_STREAMS),
+    ("grpc.server_handshake_timeout_ms", 5_000),
+    *_keepalive(PAUSE_SECONDS),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+)
+
+
+def unauthenticated_handler(sentence: str) -> Any:
+    """A handler that aborts every call with UNAUTHENTICATED, of any kind of method: it waits for no request."""
+
+    async def refuse(_requests: Any, context: Any) -> AsyncIterator[None]:
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, sentence)
+        yield None
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
+
 
 MIN_BYTES = 16
 MAX_SECRETS = 2

@@ -1,22 +1,129 @@
 """One log configuration for every process: lines on stderr, and a file per process. No prompts, no keys."""
 
+import contextlib
 import io
+import json
 import logging
 import os
 import sys
+import textwrap
 import threading
 import time
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TextIO
 
 import structlog
 
-from headrace_proto.log_file import STDERR, LogFile
-from headrace_proto.log_line import LogFormat, Record, json_line, text_line
-from headrace_proto.stderr import LossyFile
+
+class LossyFile(io.FileIO):
+    """Drops data that cannot be written."""
+
+    def write(self, data: "bytes | bytearray | memoryview") -> int:  # type: ignore[override]
+        """Returns the number of bytes written or dropped."""
+        try:
+            return super().write(data) or 0
+        except OSError:
+            return len(data)
+
+
+Record = Mapping[str, Any]
+LogFormat = Literal["text", "json"]
+
+_PART_WIDTH = 10
+_OWN = ("timestamp", "level", "part", "replica", "event", "exception")  # the rest of a record are facts
+_RESET = "\x1b[0m"
+_DIM, _CYAN, _YELLOW, _RED = ("\x1b[2m", "\x1b[36m", "\x1b[33m", "\x1b[31m")
+_COLOURS = {"warning": _YELLOW, "error": _RED, "critical": _RED}
+
+
+def text_line(record: Record, *, date: bool = True, colour: bool = False, width: int | None = None) -> str:
+    """Time (local), part, replica, sentence, facts; a traceback follows on separate lines. Ends with a newline.
+
+    width: columns after which a sentence continues in the next line, below its beginning; None: one line.
+    """
+    moment = datetime.fromtimestamp(record["timestamp"])
+    clock = moment.strftime("%Y-%m-%d %H:%M:%S.%f")[:-3] if date else moment.strftime("%H:%M:%S")
+    part = f"{record['part']:<{_PART_WIDTH}}"
+    level = record["level"]
+    sentence = str(record["event"])
+    if record.get("replica") and record["replica"] not in sentence:
+        sentence = f"{record['replica']}: {sentence}"
+    if level in _COLOURS and not colour:
+        sentence = f"{'warning' if level == 'warning' else 'error'}: {sentence}"
+    facts = ", ".join(f"{key}={value}" for key, value in record.items() if key not in _OWN)
+    if facts:
+        sentence += f" ({facts})"
+    indent = len(clock) + len(part) + 2
+    if width is not None:
+        sentence = wrapped(sentence, width, indent)
+    if colour:
+        mark = _COLOURS.get(level, "")
+        line = f"{_DIM}{clock}{_RESET} {_CYAN}{part}{_RESET} {mark}{sentence}{_RESET if mark else ''}\n"
+    else:
+        line = f"{clock} {part} {sentence}\n"
+    return line + (f"{record['exception']}\n" if record.get("exception") else "")
+
+
+def json_line(record: Record) -> str:
+    """One JSON object; the time in UTC. Ends with a newline."""
+    time = datetime.fromtimestamp(record["timestamp"], UTC).isoformat(timespec="milliseconds")
+    own = {"timestamp": time} | {key: record[key] for key in _OWN if key != "timestamp" and record.get(key)}
+    return json.dumps(own | {key: value for key, value in record.items() if key not in _OWN}, default=str) + "\n"
+
+
+def wrapped(text: str, width: int, indent: int) -> str:
+    """Text that starts in column `indent`, wrapped to `width` columns; a long word (a path) is not broken."""
+    if indent + 20 > width:
+        return text
+    lines = textwrap.wrap(text, width - indent, break_long_words=False, break_on_hyphens=False)
+    return ("\n" + " " * indent).join(lines)
+
+
+MAX_BYTES = 16 << 20  # of a file; one earlier file of this size is kept beside it
+STDERR = 2
+
+
+class LogFile:
+    """A file for its owner alone (0600). Beyond `max_bytes` it becomes `NAME.1`, and a new one begins. Thread-safe."""
+
+    def __init__(self, path: Path, *, max_bytes: int = MAX_BYTES, redirect_stderr: bool = False) -> None:
+        """redirect_stderr: file descriptor 2 becomes the file, so native code writes there, too. Raises OSError."""
+        self.path = path
+        self._max_bytes = max_bytes
+        self._redirect_stderr = redirect_stderr
+        self._lock = threading.RLock()  # a signal handler may log in the thread that holds it
+        self._descriptor = self._open()
+
+    def write(self, text: str) -> None:
+        """Appends whole lines. On a full disk they are lost: a log error must not end the process."""
+        data = text.encode("utf-8", "backslashreplace")
+        with self._lock, contextlib.suppress(OSError):
+            if os.fstat(self._descriptor).st_size + len(data) > self._max_bytes:
+                self._rotate()
+            os.write(self._descriptor, data)
+
+    def _open(self) -> int:
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        if self._redirect_stderr:
+            os.dup2(descriptor, STDERR)
+        return descriptor
+
+    def _rotate(self) -> None:
+        with contextlib.suppress(FileNotFoundError):  # removed, or moved by a rotation that could not open the next one
+            os.replace(self.path, previous(self.path))
+        full = self._descriptor
+        self._descriptor = self._open()
+        os.close(full)
+
+
+def previous(path: Path) -> Path:
+    """The path that a full file is moved to."""
+    return path.with_name(path.name + ".1")
+
 
 Level = Literal["debug", "info", "warning", "error"]
 
