@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from headrace_base.errors import ListenError
-from headrace_cluster.core.view import ControllerConfig, RouterPlace, View
+from headrace_cluster.core.view import ClusterView, ControllerConfig, RouterPlace
 from headrace_cluster.errors import ChildFailedError
 from headrace_cluster.launch import routers as routers_module
 from headrace_cluster.launch.child_process import BACKOFF
@@ -23,7 +23,9 @@ from headrace_cluster.spec.cluster_spec import parse_spec
 from headrace_router.config import RouterConfig
 from support.members import secret_file
 
-VIEW = View(ready=True, fatal="", stop_requested=False, progress=[], started={}, roles={}, routers=[], failures={})
+VIEW = ClusterView(
+    ready=True, fatal="", stop_requested=False, progress=[], started={}, roles={}, routers=[], failures={}
+)
 AUTH = {"keys": [{"name": "me", "key": "key-12345"}], "metrics_key": "mk-123456"}
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace_cluster.core.actions import Drain, End, Fill, Place, Seen, SendSecret, SetRole
+from headrace_cluster.core.actions import CreateRanks, DrainBuild, EndBuild, PlaceBuild, Seen, SendSecret, SetRole
 from headrace_cluster.core.build import BACKOFF_LIMIT_SECONDS, State
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.planner import CONNECT_SECONDS, ROUTERS_SECONDS
@@ -40,14 +40,14 @@ def _kinds(actions: list[Any]) -> list[tuple[str, ReplicaName]]:
 def test_a_replica_gets_a_place_then_ranks_then_the_secret() -> None:
     bench = Bench(tp=2)
     steps = _kinds(bench.run())
-    assert steps == [("Place", FIRST), ("Fill", FIRST), ("SendSecret", FIRST), ("SendSecret", FIRST)]
+    assert steps == [("PlaceBuild", FIRST), ("CreateRanks", FIRST), ("SendSecret", FIRST), ("SendSecret", FIRST)]
     assert bench.states == {FIRST: State.READY} and bench.planner.ready and bench.words.served
     assert bench.run(MINUTE) == [], "nothing is left to do"
 
 
 def test_without_a_place_it_is_pending_and_its_start_is_not_limited() -> None:
     bench = Bench(room=0)
-    assert _kinds(bench.run(2000)) == [("Place", FIRST)]
+    assert _kinds(bench.run(2000)) == [("PlaceBuild", FIRST)]
     bench.planner.waits_for_place(FIRST, "waiting for a place: it needs 1 GPU")
     assert (bench.build().state, bench.build().cause) == (State.PENDING, "waiting for a place: it needs 1 GPU")
     bench.room = 1
@@ -58,7 +58,7 @@ def test_without_a_place_it_is_pending_and_its_start_is_not_limited() -> None:
 def test_a_lost_rank_ends_its_build_and_the_next_one_gets_its_place() -> None:
     bench = _ready(tp=2)
     bench.kill(FIRST, 1)
-    assert _kinds(bench.run())[:3] == [("End", FIRST), ("Place", SECOND), ("Fill", SECOND)]
+    assert _kinds(bench.run())[:3] == [("EndBuild", FIRST), ("PlaceBuild", SECOND), ("CreateRanks", SECOND)]
     assert bench.states == {SECOND: State.READY}
     assert bench.planner.slots["smollm2-0"].cause == "rank 1 of smollm2-0 (process 7) was killed"
 
@@ -88,7 +88,7 @@ def test_once_it_has_served_it_is_built_again_after_growing_pauses() -> None:
     bench = _ready()
     bench.failing = {"stage": Stage.FAILED, "error": "too little memory", "final": True}
     bench.kill(FIRST)
-    places = [action for action in bench.run(10 * MINUTE) if isinstance(action, Place)]
+    places = [action for action in bench.run(10 * MINUTE) if isinstance(action, PlaceBuild)]
     assert 8 <= len(places) <= 20 and not bench.planner.fatal
     assert "crash loop: failed" in bench.planner.slots["smollm2-0"].crash_loop(bench.now)
     bench.failing = {}
@@ -113,7 +113,7 @@ def test_secret_and_role_are_sent_until_the_ranks_have_them() -> None:
     bench.note(FIRST, role="both")
     assert bench.run() == [SetRole(FIRST, Role.DECODE)], "a call of an earlier controller arrived late"
     bench.kill(FIRST)
-    assert [action.role for action in bench.run() if isinstance(action, Fill)] == [Role.DECODE]
+    assert [action.role for action in bench.run() if isinstance(action, CreateRanks)] == [Role.DECODE]
 
 
 # -- what an earlier controller has left ----------------------------------------------------------------------------
@@ -136,7 +136,10 @@ def test_what_is_incomplete_is_ended_and_no_number_is_used_again() -> None:
         bench = Bench(tp=2)
         bench.add(ReplicaName("smollm2-0", 7), tp=2, **left)
         bench.control()
-        assert _kinds(bench.run())[:2] == [("End", ReplicaName("smollm2-0", 7)), ("Place", ReplicaName("smollm2-0", 8))]
+        assert _kinds(bench.run())[:2] == [
+            ("EndBuild", ReplicaName("smollm2-0", 7)),
+            ("PlaceBuild", ReplicaName("smollm2-0", 8)),
+        ]
     bench = Bench(replicas=1)
     bench.add(FIRST)
     del bench.groups[FIRST]
@@ -175,8 +178,8 @@ def test_a_changed_spec_replaces_one_replica_at_a_time_the_new_build_first() -> 
     bench.want(replicas=2, revision="next")
     bench.run(1)
     assert set(bench.states) == {FIRST, SECOND, OTHER}
-    steps = _kinds([action for action in bench.run(30) if isinstance(action, Place | Drain)])
-    assert steps == [("Drain", FIRST), ("Place", ReplicaName("smollm2-1", 2)), ("Drain", OTHER)]
+    steps = _kinds([action for action in bench.run(30) if isinstance(action, PlaceBuild | DrainBuild)])
+    assert steps == [("DrainBuild", FIRST), ("PlaceBuild", ReplicaName("smollm2-1", 2)), ("DrainBuild", OTHER)]
     assert set(bench.states) == {SECOND, ReplicaName("smollm2-1", 2)} and bench.planner.ready
     assert bench.run(MINUTE) == []
 
@@ -311,7 +314,7 @@ def test_too_little_memory_for_two_is_no_room() -> None:
     bench = _ready(replicas=2)
     bench.failing = {"stage": Stage.FAILED, "error": "too little memory", "final": True, "lacks_resources": True}
     bench.roll("smollm2-0")
-    bench.run(until=lambda: isinstance(bench.done[-1], Drain))
+    bench.run(until=lambda: isinstance(bench.done[-1], DrainBuild))
     bench.failing = {}
     bench.run(30)
     assert bench.planner.ready and not {FIRST, SECOND} & bench.states.keys()
@@ -327,8 +330,8 @@ def test_no_replacement_begins_while_another_replica_is_down_or_before_routers_a
     bench = _ready(replicas=2)
     bench.want(replicas=2, revision="next")
     bench.control()
-    assert [action for action in bench.run(ROUTERS_SECONDS - 0.5) if isinstance(action, Place)] == []
-    assert [action for action in bench.run(1.5) if isinstance(action, Place)]
+    assert [action for action in bench.run(ROUTERS_SECONDS - 0.5) if isinstance(action, PlaceBuild)] == []
+    assert [action for action in bench.run(1.5) if isinstance(action, PlaceBuild)]
 
 
 def test_a_lost_controller_leaves_a_replacement_to_the_next_one() -> None:
@@ -358,14 +361,14 @@ def test_a_node_that_ray_drains_is_left_in_time(room: int, drain_seconds: float)
     bench.draining = {"here": bench.now + 60}
     steps = bench.run(20)
     if room == 10:
-        assert {action.name for action in steps if isinstance(action, Drain)} == {FIRST, OTHER}
+        assert {action.name for action in steps if isinstance(action, DrainBuild)} == {FIRST, OTHER}
         bench.requests.clear()
         bench.run(5)
         assert set(bench.states) == {SECOND, ReplicaName("smollm2-1", 2)} and bench.planner.ready
     else:
-        assert not [action for action in steps if isinstance(action, Drain)], "they serve as long as they can"
+        assert not [action for action in steps if isinstance(action, DrainBuild)], "they serve as long as they can"
         steps = bench.run(35)
-        assert {action.name for action in steps if isinstance(action, Drain)} == {FIRST, OTHER}
+        assert {action.name for action in steps if isinstance(action, DrainBuild)} == {FIRST, OTHER}
         bench.requests.clear()
         bench.run(20)
         assert bench.planner.ready and not {FIRST, OTHER} & bench.states.keys()
@@ -381,8 +384,8 @@ def test_a_drained_replica_ends_when_it_is_empty_or_its_time_is_over() -> None:
     bench.requests[FIRST] = 3
     bench.words.drained["smollm2-0"] = 40.0
     bench.want()
-    assert [action.seconds for action in bench.run(30) if isinstance(action, Drain)] == [40.0]
-    ends = [(action.name, action.gently) for action in bench.run(15) if isinstance(action, End)]
+    assert [action.seconds for action in bench.run(30) if isinstance(action, DrainBuild)] == [40.0]
+    ends = [(action.name, action.gently) for action in bench.run(15) if isinstance(action, EndBuild)]
     assert ends == [(FIRST, True)] and bench.run(MINUTE) == [], "its engine can stop in order"
     assert set(bench.states) == {OTHER} and bench.planner.ready, "it does not count"
     del bench.words.drained["smollm2-0"]

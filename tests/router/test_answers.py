@@ -10,7 +10,15 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from headrace_proto.grammar import compile_grammar, grammar_tokenizer
 from headrace_proto.parsers import ReasoningParser, ToolParser
 from headrace_router.answer.events import Args, CallEnd, CallStart, Event, Reasoning, Text
-from headrace_router.answer.families import MARKER, REASONING, TOOLS, Form, ReasoningFamily, ToolFamily, markers
+from headrace_router.answer.families import (
+    MARKER,
+    REASONING,
+    TOOLS,
+    ArgumentSyntax,
+    ReasoningFamily,
+    ToolFamily,
+    markers,
+)
 from headrace_router.answer.parser import AnswerParser, Syntax, syntax_of
 from headrace_router.answer.whole_grammar import OfferedTool, UnforceableCallsError, whole_grammar
 from headrace_router.text.detokenize import TokenTable
@@ -95,10 +103,10 @@ def _spelled(text: str) -> str:
 
 def _written(row: ToolFamily, *calls: tuple[str, dict[str, Any]]) -> str:
     """Calls as models of this family write them."""
-    if row.form is Form.PYTHON:
+    if row.form is ArgumentSyntax.PYTHON:
         listed = (f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})" for name, given in calls)
         return f"[{', '.join(listed)}]"
-    if row.form is Form.GEMMA:
+    if row.form is ArgumentSyntax.GEMMA:
         values = [
             ",".join(
                 f'{key}:<|"|>{value}<|"|>' if isinstance(value, str) else f"{key}:{value}"
@@ -111,7 +119,7 @@ def _written(row: ToolFamily, *calls: tuple[str, dict[str, Any]]) -> str:
         )
     found = []
     for name, given in calls:
-        if row.form is Form.TAGGED:
+        if row.form is ArgumentSyntax.TAGGED:
             arguments = "".join(
                 row.value[0].replace("{key}", key).replace("{string}", str(isinstance(value, str)).lower())
                 + str(value)
@@ -411,7 +419,7 @@ def test_a_strict_text_between_tags_has_no_quotes(value: dict[str, Any], right: 
     schema = {"properties": {"u": value}, "required": ["u"], "$defs": {"unit": {"type": "string", "enum": ["C", "F"]}}}
     compiler = grammar_tokenizer(TOKENIZER.to_str(), TOKENIZER.get_vocab_size(), [TOKENS["<eos>"]])
     for name, row in FAMILIES.items():
-        if row.form is not Form.TAGGED or not row.written:
+        if row.form is not ArgumentSyntax.TAGGED or not row.written:
             continue
         grammar = whole_grammar(_syntax(row, None), [OfferedTool("f", schema, True)], required=True, one_call=True)
         for text in (*right, *wrong):

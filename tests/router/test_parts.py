@@ -22,7 +22,7 @@ from headrace_router.api.http import strict_json
 from headrace_router.config import RouterSettings
 from headrace_router.core.attempt import Attempt, Outcome, SubmitQueue
 from headrace_router.core.errors import InvalidRequestError
-from headrace_router.core.policy import LeastLoad, Policy, Predicted, RoundRobin, Session, Work
+from headrace_router.core.policy import LeastLoad, PlacementTask, Policy, Predicted, RoundRobin, Session
 from headrace_router.core.policy.interface import ChoiceRequest
 from headrace_router.dispatch.choice import Choice
 from headrace_router.dispatch.replica_metrics import ReplicaCounters
@@ -33,7 +33,7 @@ from support.router.candidates import plan, work
 REQUEST = ChoiceRequest("label", "m", "r", b"", (5,), Sampling(max_tokens=1))
 
 
-def targets(policy: Policy, candidates: list[Candidate], of: Work, count: int = 9) -> list[int]:
+def targets(policy: Policy, candidates: list[Candidate], of: PlacementTask, count: int = 9) -> list[int]:
     return [plan(policy, candidates, of).target for _ in range(count)]
 
 

@@ -17,7 +17,7 @@ import structlog
 from headrace_base.errors import counted
 from headrace_cluster.controller.health import STATES, HealthWatch
 from headrace_cluster.controller.members import Membership, member_list
-from headrace_cluster.core.actions import Action, Drain, End, Fill, Place, SendSecret, SetRole
+from headrace_cluster.core.actions import Action, CreateRanks, DrainBuild, EndBuild, PlaceBuild, SendSecret, SetRole
 from headrace_cluster.core.backoff import Backoff, Pauses
 from headrace_cluster.core.build import Build, State
 from headrace_cluster.core.driver import RankDriver
@@ -376,20 +376,20 @@ class ControlLoop:
 
     def _step(self, action: Action, build: Build) -> Coroutine[Any, Any, None]:
         match action:
-            case Place():
+            case PlaceBuild():
                 return self._place(action, build)
-            case Fill(name, model, role, digest):
+            case CreateRanks(name, model, role, digest):
                 return self._fill(build, self.driver.fill(name, model, role, digest))
             case SendSecret(name, rank):
                 return _within(CALL_SECONDS, self.driver.send_secret(name, rank))
             case SetRole(name, role):
                 return _within(CALL_SECONDS, self.driver.set_role(name, role))
-            case Drain(name, seconds):
+            case DrainBuild(name, seconds):
                 return _within(CALL_SECONDS, self.driver.drain(name, seconds))
-            case End(name, gently):
+            case EndBuild(name, gently):
                 return self.driver.end(name, STOP_SECONDS if gently else CLEANUP_SECONDS)
 
-    async def _place(self, action: Place, build: Build) -> None:
+    async def _place(self, action: PlaceBuild, build: Build) -> None:
         await self.save()  # its number is not used again
         log.info("a build starts", replica=build.replica_id, generation=build.name.generation)
         await self.driver.place(action.name, action.model)
@@ -401,12 +401,12 @@ class ControlLoop:
 
 
 _WORDS: dict[type, str] = {
-    Place: "the request for a place of",
-    Fill: "the creation of",
+    PlaceBuild: "the request for a place of",
+    CreateRanks: "the creation of",
     SendSecret: "the secret for",
     SetRole: "the role of",
-    Drain: "the drain of",
-    End: "the end of",
+    DrainBuild: "the drain of",
+    EndBuild: "the end of",
 }
 
 

@@ -10,7 +10,7 @@ from headrace_cluster.controller.members import Membership
 from headrace_cluster.core.build import Build, State
 from headrace_cluster.core.planner import Planner
 from headrace_cluster.core.rank_config import ProfileOutcome, Stage
-from headrace_cluster.core.view import BUILT_AGAIN, ReplicaProgress, RouterPlace, View
+from headrace_cluster.core.view import BUILT_AGAIN, ClusterView, ReplicaProgress, RouterPlace
 from headrace_cluster.core.wanted import differences
 from headrace_cluster.core.words import Words
 from headrace_cluster.program import program_name
@@ -51,11 +51,11 @@ def _lost_record(words: Words) -> list[str]:
     ]
 
 
-def view(loop: ControlLoop, membership: Membership, *, stop_requested: bool) -> View:
+def view(loop: ControlLoop, membership: Membership, *, stop_requested: bool) -> ClusterView:
     """For the process that shows the cluster."""
     planner, now = loop.planner, loop.clock()
     current = {name: planner.current(name) for name in _replica_ids(planner)}
-    return View(
+    return ClusterView(
         ready=planner.ready,
         fatal=planner.fatal,
         unable=dict(planner.unable),

@@ -9,7 +9,7 @@ from headrace_proto.role import Role
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PlaceBuild:
     """Request a place for a build."""
 
     name: ReplicaName
@@ -17,7 +17,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Fill:
+class CreateRanks:
     """Create the ranks of a build that has a place."""
 
     name: ReplicaName
@@ -43,7 +43,7 @@ class SetRole:
 
 
 @dataclass(frozen=True, slots=True)
-class Drain:
+class DrainBuild:
     """Make a build refuse requests; those in flight have some seconds."""
 
     name: ReplicaName
@@ -51,14 +51,14 @@ class Drain:
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class EndBuild:
     """End a build's ranks, and free its place. gently: its engine stops in order."""
 
     name: ReplicaName
     gently: bool
 
 
-Action = Place | Fill | SendSecret | SetRole | Drain | End
+Action = PlaceBuild | CreateRanks | SendSecret | SetRole | DrainBuild | EndBuild
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,16 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import islice
 
-from headrace_cluster.core.actions import Action, Drain, End, Fill, Place, Seen, SendSecret, SetRole
+from headrace_cluster.core.actions import (
+    Action,
+    CreateRanks,
+    DrainBuild,
+    EndBuild,
+    PlaceBuild,
+    Seen,
+    SendSecret,
+    SetRole,
+)
 from headrace_cluster.core.build import SERVING, Build, Death, Slot, State
 from headrace_cluster.core.health_judge import HealthJudge
 from headrace_cluster.core.naming import ReplicaName
@@ -471,16 +480,16 @@ class Planner:
             return
         wanted = self.wanted.get(build.replica_id)
         if build.state is State.DEAD:
-            yield End(build.name, gently=False)
+            yield EndBuild(build.name, gently=False)
         elif build.leave_until is not None:
             if now >= build.leave_until or (build.refuses and not build.requests):
-                yield End(build.name, gently=True)
+                yield EndBuild(build.name, gently=True)
             elif not build.drains:
-                yield Drain(build.name, build.leave_until - now)
+                yield DrainBuild(build.name, build.leave_until - now)
         elif wanted is not None and build.made_here and not build.requested:
-            yield Place(build.name, wanted.model)
+            yield PlaceBuild(build.name, wanted.model)
         elif wanted is not None and build.made_here and build.placed and not build.filled:
-            yield Fill(build.name, wanted.model, wanted.role, build.digest)
+            yield CreateRanks(build.name, wanted.model, wanted.role, build.digest)
         else:
             ours = set(self._secrets())
             for rank, report in build.reports.items():

@@ -46,7 +46,7 @@ class RouterPlace(msgspec.Struct, frozen=True):
     metrics: str  # an address of this router alone: `http`, unless that port is shared
 
 
-class View(msgspec.Struct, frozen=True, kw_only=True):
+class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a cluster, as the process that shows it needs it: the controller of a `serve` tells it by a pipe."""
 
     ready: bool

@@ -7,7 +7,7 @@ from typing import Any
 from headrace_base.address import port_of
 from headrace_base.errors import counted
 from headrace_base.logs import LogFormat, stderr, stderr_width, wrapped
-from headrace_cluster.core.view import Opened, View
+from headrace_cluster.core.view import ClusterView, Opened
 from headrace_cluster.launch.display import show_message
 from headrace_cluster.local.state import ServeState
 from headrace_cluster.program import program_name
@@ -53,7 +53,7 @@ class Banner:
         return found
 
 
-def show_ready(state: ServeState, view: View, spec: ClusterSpec, seconds: float) -> None:
+def show_ready(state: ServeState, view: ClusterView, spec: ClusterSpec, seconds: float) -> None:
     """Shows the banner of a cluster that has become ready within `seconds`."""
     keys, logs = KeyRules.of(spec), spec.logs
     banner(state, view.started, view.roles, seconds, keys=keys, verbose=logs.verbose).show(logs.format)

@@ -20,7 +20,7 @@ from headrace_base.logs import LogConfig, add_log_file, configure_logs
 from headrace_cluster.controller.spec_file import SpecFile
 from headrace_cluster.core.rank_config import REPLICA_CLASS
 from headrace_cluster.core.revisions import moved_note, resolved_revisions
-from headrace_cluster.core.view import ControllerConfig, View
+from headrace_cluster.core.view import ClusterView, ControllerConfig
 from headrace_cluster.errors import ControllerTakenError, RayLostError, SpecError
 from headrace_cluster.launch.banner import attached_note, show_ready, starting
 from headrace_cluster.launch.display import ClusterDisplay, show_failure, show_message, use_log_format
@@ -189,7 +189,7 @@ def run_from_stdin(parent: int) -> None:
     os._exit(status)
 
 
-def _tell(pipe: IO[bytes], view: View) -> None:
+def _tell(pipe: IO[bytes], view: ClusterView) -> None:
     """One line. It blocks while the parent does not read."""
     pipe.write(msgspec.json.encode(view) + b"\n")
     pipe.flush()

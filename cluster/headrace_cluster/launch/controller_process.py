@@ -10,7 +10,7 @@ from typing import IO
 import msgspec
 
 from headrace_base.address import host_port
-from headrace_cluster.core.view import ControllerConfig, View
+from headrace_cluster.core.view import ClusterView, ControllerConfig
 from headrace_cluster.launch.child_process import ChildProcess
 from headrace_cluster.local.run_logs import log_path
 from headrace_cluster.spec.cluster_spec import ClusterSpec
@@ -36,7 +36,7 @@ class ControllerProcess:
         self._child: ChildProcess | None = None
         self._pid: int | None = None  # of the one that `_deadline` is of
         self._deadline = 0.0  # for its next answer
-        self._view: View | None = None  # the newest one, until it is taken
+        self._view: ClusterView | None = None  # the newest one, until it is taken
         self.admin_port, self.control_address = self._admin.port, host_port(control_host, self._control.port)
         control = spec.control.model_copy(update={"host": control_host, "port": self._control.port})
         admin = spec.admin.model_copy(update={"port": self._admin.port})
@@ -57,7 +57,7 @@ class ControllerProcess:
         self._child = ChildProcess("controller", "the controller", log, encode, self._read)
         self._child.start()
 
-    def poll(self) -> tuple[View | None, str]:
+    def poll(self) -> tuple[ClusterView | None, str]:
         """The state of the cluster, None while the controller does not answer; and what happened, or an empty string.
 
         Starts a lost controller again when that is due. Raises ChildFailedError if it ended before one was up.
@@ -91,4 +91,4 @@ class ControllerProcess:
         """In a thread of each process: one view a line."""
         with contextlib.suppress(ValueError, msgspec.MsgspecError):  # it was killed in the middle of a line
             for line in pipe:
-                self._view = msgspec.json.decode(line, type=View)
+                self._view = msgspec.json.decode(line, type=ClusterView)

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from headrace_base.errors import HeadraceError
 from headrace_base.logs import LogFormat
-from headrace_cluster.core.view import BUILT_AGAIN, View
+from headrace_cluster.core.view import BUILT_AGAIN, ClusterView
 
 _log: Any = None  # of a server process; client commands print sentences
 _format: LogFormat | None = None  # of its lines
@@ -63,7 +63,7 @@ class ClusterDisplay:
             show_message(f"{part}: {stage}, {10 * tenths} %")
         self._stages[part] = (stage, tenths)
 
-    def show_start(self, view: View) -> None:
+    def show_start(self, view: ClusterView) -> None:
         """While it starts."""
         for replica_id in view.unable.keys() - self._unable:
             show_message(view.unable[replica_id], "warning", replica=replica_id)
@@ -73,7 +73,7 @@ class ClusterDisplay:
         for replica_id in view.started.keys() - {entry.replica_id for entry in view.progress}:
             self.show_stage(replica_id, "ready")
 
-    def show_changes(self, view: View) -> None:
+    def show_changes(self, view: ClusterView) -> None:
         """Once it is ready."""
         for replica_id, cause in view.failures.items():
             if _without_countdown(self._failures.get(replica_id, "")) != _without_countdown(cause):

@@ -11,7 +11,7 @@ from headrace_base.errors import ListenError, counted
 from headrace_base.logs import LogConfig, add_log_file
 from headrace_cluster.controller.spec_file import digest
 from headrace_cluster.core.rank_config import REPLICA_CLASS
-from headrace_cluster.core.view import ControllerConfig, View
+from headrace_cluster.core.view import ClusterView, ControllerConfig
 from headrace_cluster.errors import ReplicaFailedError, SpecError
 from headrace_cluster.launch.banner import show_ready, starting
 from headrace_cluster.launch.controller_process import ControllerProcess
@@ -47,7 +47,7 @@ class RunningCluster:
         spec_file: Path | None = None,
     ) -> None:
         """routers: none = they are started elsewhere. spec_file: that was read."""
-        self.view: View | None = None  # the last one
+        self.view: ClusterView | None = None  # the last one
         self._ray = ray
         self._controller = controller
         self._routers = routers
@@ -96,7 +96,7 @@ class RunningCluster:
                 "everything else takes effect with the next start"
             )
 
-    def _supervise(self) -> View | None:
+    def _supervise(self) -> ClusterView | None:
         """One round of what is done in every phase."""
         events = []
         if self._routers is not None:

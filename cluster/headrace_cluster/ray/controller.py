@@ -22,7 +22,7 @@ from headrace_cluster.controller.spec_file import SpecFile
 from headrace_cluster.controller.status import status_document, view
 from headrace_cluster.core.rank_config import NODE_HOST, REPLICA_CLASS
 from headrace_cluster.core.revisions import Revisions, kept_revisions, resolved_revisions, with_commits
-from headrace_cluster.core.view import Opened, View
+from headrace_cluster.core.view import ClusterView, Opened
 from headrace_cluster.core.wanted import lost_to
 from headrace_cluster.core.words import Lease, Words
 from headrace_cluster.errors import ControllerTakenError, TakeOverError
@@ -185,7 +185,7 @@ class Controller:
         if not self._supervised:
             self.ended.set()
 
-    def view(self) -> View:
+    def view(self) -> ClusterView:
         """For the process that shows it."""
         return view(self._loop, self._membership, stop_requested=self.stop_requested)
 

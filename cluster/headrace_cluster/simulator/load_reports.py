@@ -8,7 +8,7 @@ from headrace_cluster.simulator.stretch import ReportedStretch, StretchStep
 from headrace_cluster.simulator.virtual_time import VirtualTime
 from headrace_proto import replica_pb2 as pb
 from headrace_worker.core.engine import LoadSnapshot
-from headrace_worker.core.load_reports import EARLY_SECONDS, LoadReports, RouterReports
+from headrace_worker.core.load_reports import EARLY_SECONDS, LoadReports, RouterReportPacer
 from headrace_worker.server.convert import to_load, tokens_to_compute
 
 IDLE_SECONDS = 0.25  # between the steps of a replica without work
@@ -32,7 +32,7 @@ class RouterLink(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class StepReport:
+class EndedStep:
     """A step as it is reported when it has ended."""
 
     step: int
@@ -45,13 +45,13 @@ class StepReport:
 class ReplicaReports:
     """To all connected routers."""
 
-    def __init__(self, time: VirtualTime, first: StepReport, advance: Callable[[], None]) -> None:
+    def __init__(self, time: VirtualTime, first: EndedStep, advance: Callable[[], None]) -> None:
         """first: of the newest step. advance: reports the steps of a stretch that have ended by now."""
         self._time = time
         self._newest = first
         self._advance = advance
         self._reports = LoadReports(IDLE_SECONDS)
-        self._routers: dict[RouterLink, RouterReports] = {}
+        self._routers: dict[RouterLink, RouterReportPacer] = {}
 
     def __len__(self) -> int:
         return len(self._routers)
@@ -85,7 +85,7 @@ class ReplicaReports:
         """A stretch begins: what the frames of its steps have in common."""
         return pb.ReplicaFrame(load=self._load(), submits=self._routers[link].submits)
 
-    def ended(self, report: StepReport, frames: Mapping[RouterLink, pb.ReplicaFrame]) -> None:
+    def ended(self, report: EndedStep, frames: Mapping[RouterLink, pb.ReplicaFrame]) -> None:
         """A step has ended now. frames: with tokens; the other routers get a report if it is due."""
         self._newest = report
         self._reports.accepted(report.accepted)
@@ -93,7 +93,7 @@ class ReplicaReports:
             self._report(link, frames.get(link))
 
     def stretch_step_ended(
-        self, report: StepReport, step: StretchStep, stretches: Mapping[RouterLink, ReportedStretch], count: int
+        self, report: EndedStep, step: StretchStep, stretches: Mapping[RouterLink, ReportedStretch], count: int
     ) -> None:
         """A step of a stretch has ended, perhaps some time ago. count: of its steps until then."""
         self._newest = report

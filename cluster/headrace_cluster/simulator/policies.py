@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from headrace_cluster.simulator.errors import SimulationError
 from headrace_router.core.policy import POLICIES, Policy
-from headrace_router.core.policy.interface import View, Work, first_after
+from headrace_router.core.policy.interface import PlacementTask, View, first_after
 from headrace_router.core.policy.simple import ChosenTarget
 
 OVERLAP_WEIGHT = 1.0
@@ -25,7 +25,7 @@ class OverlapCost(ChosenTarget):
     def __init__(self) -> None:
         self._turn = 0
 
-    def choose(self, view: View, work: Work) -> int:
+    def choose(self, view: View, work: PlacementTask) -> int:
         self._turn += 1
         prefill = work.tokens - work.cached + view.of("queued_tokens")
         cost = (OVERLAP_WEIGHT * prefill + view.of("kv_tokens")) // BLOCK
@@ -55,7 +55,7 @@ class CacheAware(ChosenTarget):
     def __init__(self) -> None:
         self._trees: dict[str, OrderedDict[int, None]] = {}
 
-    def choose(self, view: View, work: Work) -> int:
+    def choose(self, view: View, work: PlacementTask) -> int:
         loads = view.requests
         least, most = int(loads.argmin()), float(loads.max())
         digests = [digest for blocks in work.request.blocks.values() for digest in blocks.digests.tolist()]

@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterable, Mapping
 from random import Random
 
 from headrace_cluster.simulator.latency_runner import LatencyRunner
-from headrace_cluster.simulator.load_reports import IDLE_SECONDS, ReplicaReports, RouterLink, StepReport
+from headrace_cluster.simulator.load_reports import IDLE_SECONDS, EndedStep, ReplicaReports, RouterLink
 from headrace_cluster.simulator.replica_shape import KEY, VOCABULARY, ReplicaShape
 from headrace_cluster.simulator.stretch import ReportedStretch, Stretch, StretchAttempt, StretchStep, decode_steps
-from headrace_cluster.simulator.transfers import Transfers
+from headrace_cluster.simulator.transfers import SimulatedTransfers
 from headrace_cluster.simulator.virtual_time import Event, VirtualTime
 from headrace_proto import replica_pb2 as pb
 from headrace_proto.block_hash import BlockHasher
@@ -123,11 +123,11 @@ class TraceReplica:
         latency = shape.latency
         limits = SchedulerLimits(latency.max_num_seqs, latency.max_num_batched_tokens, shape.max_waiting)
         self._kv = kv
-        self.transfers = Transfers(time, self, shape, network, peer)
+        self.transfers = SimulatedTransfers(time, self, shape, network, peer)
         self.runner = LatencyRunner(latency, random, noise, slowdown, self._spend, self.transfers.execute)
         self.engine = Engine(Scheduler(limits, kv, self.clock), self.runner, self.clock)
         self.engine.exchange.compute_for_others(role != pb.ROLE_DECODE)
-        self._reports = ReplicaReports(time, StepReport(0, self.engine.load()), self.advance)
+        self._reports = ReplicaReports(time, EndedStep(0, self.engine.load()), self.advance)
         self.cache = CacheFeed(time, self.facts.identity.boot_id, network)
 
     def clock(self) -> float:
@@ -243,8 +243,8 @@ class TraceReplica:
         self.advance()
         return True
 
-    def _report_of(self, step: StretchStep) -> StepReport:
-        return StepReport(step.number, step.load, self.draining, self._accepted, self._idle_steps)
+    def _report_of(self, step: StretchStep) -> EndedStep:
+        return EndedStep(step.number, step.load, self.draining, self._accepted, self._idle_steps)
 
     def _complete_stretch(self) -> None:
         assert self._stretch is not None
@@ -331,9 +331,9 @@ class TraceReplica:
                 del self._owners[output.attempt_id]
         load = self.engine.load()
         self._idle_steps += load.running == 0
-        self._report_at(end, StepReport(self.steps, load, self.draining, self._accepted, self._idle_steps), frames)
+        self._report_at(end, EndedStep(self.steps, load, self.draining, self._accepted, self._idle_steps), frames)
 
-    def _report_at(self, end: float, report: StepReport, frames: Mapping[RouterLink, pb.ReplicaFrame]) -> None:
+    def _report_at(self, end: float, report: EndedStep, frames: Mapping[RouterLink, pb.ReplicaFrame]) -> None:
         if end == self._time.now:
             self._reports.ended(report, frames)
         else:

@@ -31,7 +31,7 @@ class Process(Protocol):
     name: str
     alive: bool
     engine: Engine
-    transfers: "Transfers"
+    transfers: "SimulatedTransfers"
 
     def clock(self) -> float:
         """Of its engine."""
@@ -40,7 +40,7 @@ class Process(Protocol):
         """Something for the engine, before its next step."""
 
 
-class Transfers:
+class SimulatedTransfers:
     """Peers are named by their addresses, on both sides."""
 
     def __init__(

@@ -46,7 +46,7 @@ class Tiles:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class AttentionPlan:
     """The pieces of one step's tiles of one size, and where the softmax states of several pieces of a tile are kept."""
 
     pieces: Tensor  # [pieces, 8] int32
@@ -205,9 +205,9 @@ class _Launch:
             self.out.zero_()
         return covers
 
-    def _plan(self, tiles: Tiles, short: int, is_long: bool) -> Plan:
+    def _plan(self, tiles: Tiles, short: int, is_long: bool) -> AttentionPlan:
         key = tiles, short, is_long, self.window, self.kv_heads, self.head_dim
-        found: Plan | None = self.meta.plans.get(key)
+        found: AttentionPlan | None = self.meta.plans.get(key)
         if found is not None:
             return found
         target = max(1, (_LONG_PIECES if is_long else _PIECES) // self.kv_heads)
@@ -217,7 +217,7 @@ class _Launch:
             return torch.empty(shape, dtype=dtype, device=self.out.device)
 
         states = 2 * target, self.kv_heads, tiles.rows
-        made = Plan(
+        made = AttentionPlan(
             new(count + target, 8, dtype=torch.int32), new(count, self.kv_heads, dtype=torch.int32),
             new(*states, self.head_dim), new(*states), new(*states),
         )  # fmt: skip

@@ -14,7 +14,7 @@ from headrace_router.answer.families import FIRST_MARKER
 from headrace_router.answer.input_text import INPUT, opens_input
 
 
-class State(Enum):
+class ReaderState(Enum):
     """Of a reader."""
 
     READING = 0
@@ -25,7 +25,7 @@ class State(Enum):
 class Reader(Protocol):
     """Reads from where a call begins. rest: what is not read yet."""
 
-    state: State
+    state: ReaderState
     rest: str
 
     def feed(self, text: str) -> Iterator[Event]:
@@ -38,7 +38,7 @@ class Reader(Protocol):
         """The end of `unfinished` that no event contains."""
 
 
-class End:
+class BracketMatcher:
     """Finds where brackets close, in text that arrives in pieces. Nothing in a string is a bracket."""
 
     def __init__(self, quotes: str = '"', depth: int = 0) -> None:
@@ -82,7 +82,7 @@ _IN_STRING = {quote: regex.compile(rf"[\\{quote}]") for quote in "'\""}
 
 class _Base:
     def __init__(self) -> None:
-        self.state = State.READING
+        self.state = ReaderState.READING
         self.rest = ""
         self.certain = False
         self._read: list[str] = []
@@ -109,7 +109,7 @@ class JsonReader(_Base):
     def __init__(self, name: str) -> None:
         super().__init__()
         self._name = name
-        self._end = End()
+        self._end = BracketMatcher()
 
     def feed(self, text: str) -> Iterator[Event]:
         """See Reader."""
@@ -121,9 +121,9 @@ class JsonReader(_Base):
         if part := self._take(len(text) if end < 0 else end):
             yield Args(part)
         if self._end.broken or (end >= 0 and not _is_json("".join(self._read))):
-            self.state = State.FAILED
+            self.state = ReaderState.FAILED
         elif end >= 0:
-            self.state = State.DONE
+            self.state = ReaderState.DONE
             yield CallEnd()
 
 
@@ -154,13 +154,13 @@ class ObjectsReader(_Base):
         self._custom = custom
         self._head_parts = 0  # parts that were read before the arguments
         self._array = ""  # what opened it
-        self._end = End()  # of the object, or of its arguments
+        self._end = BracketMatcher()  # of the object, or of its arguments
         self._step = self._open
 
     def feed(self, text: str) -> Iterator[Event]:
         """See Reader."""
         self.rest = text
-        while self.state is State.READING:
+        while self.state is ReaderState.READING:
             step = self._step
             yield from step()
             if self._step == step:  # it needs more text
@@ -191,7 +191,7 @@ class ObjectsReader(_Base):
             self.certain = True
             self._take(found.end())
             self._head_parts = len(self._read)
-            self._end = End()
+            self._end = BracketMatcher()
             self._step = self._arguments
             yield CallStart(name or "")
             return
@@ -215,7 +215,7 @@ class ObjectsReader(_Base):
         if part := self._take(len(self.rest) if end < 0 else end):
             yield Args(part)
         if self._end.broken or (end >= 0 and not _is_json("".join(self._read[self._head_parts :]))):
-            self.state = State.FAILED
+            self.state = ReaderState.FAILED
         elif end >= 0:
             self._read.clear()
             self._step = self._tail
@@ -225,7 +225,7 @@ class ObjectsReader(_Base):
         """After the arguments: the rest of the object."""
         found = _TAIL.match(self.rest, partial=True)
         if found is None or (found.partial and len(self.rest) > HEAD_CHARS):
-            self.state = State.DONE
+            self.state = ReaderState.DONE
         elif not found.partial:
             self.rest = self.rest[found.end() :]
             self._step = self._between
@@ -237,10 +237,10 @@ class ObjectsReader(_Base):
         if found is None:
             closed = _CLOSE.match(self.rest) if self._array else None
             self.rest = self.rest[closed.end() :] if closed else self.rest
-            self.state = State.DONE
+            self.state = ReaderState.DONE
         elif not found.partial:
             self.rest = self.rest[found.end() :]
-            self._end = End()
+            self._end = BracketMatcher()
             self._step = self._object
         yield from ()
 
@@ -248,7 +248,7 @@ class ObjectsReader(_Base):
         return name is not None and (self._names is None or name in self._names)
 
     def _fail(self) -> None:
-        self.state = State.DONE if self.certain else State.FAILED
+        self.state = ReaderState.DONE if self.certain else ReaderState.FAILED
 
 
 def _string(text: str) -> str | None:
@@ -318,7 +318,7 @@ class TaggedReader(_Base):
         if not self.certain:
             self.certain = True
             yield CallStart(self._name)
-        while self.state is State.READING:
+        while self.state is ReaderState.READING:
             value = self._value
             found = (self._key_or_end if value is None else self._close).search(self.rest, partial=True)
             before = self._take(len(self.rest) if found is None else found.start())
@@ -334,7 +334,7 @@ class TaggedReader(_Base):
                 self._value = None
                 yield Args(value.finish())
             elif found["end"] is not None:
-                self.state = State.DONE
+                self.state = ReaderState.DONE
                 yield Args("}" if self._count else "{}")
                 yield CallEnd()
             else:
@@ -448,12 +448,12 @@ class PythonReader(_Base):
         """names: of the tools, where it is a call only if it names one."""
         super().__init__()
         self._names = names
-        self._end: End | None = None  # of the call
+        self._end: BracketMatcher | None = None  # of the call
 
     def feed(self, text: str) -> Iterator[Event]:
         """See Reader."""
         self.rest = text
-        while self.state is State.READING:
+        while self.state is ReaderState.READING:
             found = self._HEAD.match(self.rest, partial=True)
             if found is not None and found.partial:
                 return
@@ -462,10 +462,10 @@ class PythonReader(_Base):
                 return
             if found["end"]:
                 self.rest = self.rest[found.end() :]
-                self.state = State.DONE
+                self.state = ReaderState.DONE
                 return
             start = found.end()
-            self._end = self._end or End("'\"", depth=1)
+            self._end = self._end or BracketMatcher("'\"", depth=1)
             end = self._end.find(self.rest[start:])
             if end < 0:
                 return
@@ -482,7 +482,7 @@ class PythonReader(_Base):
             yield CallEnd()
 
     def _fail(self) -> None:
-        self.state = State.DONE if self.certain else State.FAILED
+        self.state = ReaderState.DONE if self.certain else ReaderState.FAILED
 
 
 def _python(arguments: str) -> str | None:
@@ -516,11 +516,11 @@ class GemmaReader(_Base):
             self.certain = True
             yield CallStart(self._name)
         found: list[str] = []
-        while self.state is State.READING and (part := self._next()) is not None:
+        while self.state is ReaderState.READING and (part := self._next()) is not None:
             found.append(part)
         if text := "".join(found):
             yield Args(text)
-        if self.state is State.DONE:
+        if self.state is ReaderState.DONE:
             yield CallEnd()
 
     def unsent(self) -> str:
@@ -555,5 +555,5 @@ class GemmaReader(_Base):
         elif sign in "}]":
             self._depth = self._depth[:-1]
             if not self._depth:
-                self.state = State.DONE
+                self.state = ReaderState.DONE
         return (_typed(word, set()) if word else "") + sign

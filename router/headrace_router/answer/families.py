@@ -17,7 +17,7 @@ MARKER = regex.compile("⟦(.+?)⟧")
 QUOTE = '<|"|>'  # of Form.GEMMA
 
 
-class Form(Enum):
+class ArgumentSyntax(Enum):
     """How a call's arguments are written after what begins it."""
 
     JSON = auto()  # one JSON object: the pattern has the name
@@ -52,7 +52,7 @@ class ToolFamily:
 
     names: tuple[str, ...]
     seen: tuple[str, ...]
-    form: Form
+    form: ArgumentSyntax
     call: str = ""
     start: str = ""
     noise: str = ""
@@ -106,7 +106,7 @@ TOOLS: tuple[ToolFamily, ...] = (
     ToolFamily(
         ("openai", "gpt_oss"),
         ("<|channel|>", "commentary"),
-        Form.JSON,
+        ArgumentSyntax.JSON,
         start=rf"{_TO}⟦<|channel|>⟧{_WORD}{_JSON_TYPE}",
         call=rf"{_CHANNEL}(?:{_TO}⟦<|channel|>⟧{_WORD}|⟦<|channel|>⟧{_WORD}{_TO}){_JSON_TYPE}",
         noise=r"⟦<|call|>⟧",
@@ -116,7 +116,7 @@ TOOLS: tuple[ToolFamily, ...] = (
     ToolFamily(
         ("kimi_k3",),
         ("<|open|>", "<|sep|>"),
-        Form.TAGGED,
+        ArgumentSyntax.TAGGED,
         call=r'⟦<|open|>⟧call tool="(?P<name>[^"]{0,256})"[^<\U000f0000-\U000f00ff]{0,99}⟦<|sep|>⟧',
         tags=Tags(
             r'⟦<|open|>⟧argument key="(?P<key>[^"]{0,256})"(?: type="(?P<kind>\w{1,64})")?⟦<|sep|>⟧',
@@ -131,7 +131,7 @@ TOOLS: tuple[ToolFamily, ...] = (
     ToolFamily(
         ("kimi_k2",),
         ("<|tool_call_argument_begin|>",),
-        Form.JSON,
+        ArgumentSyntax.JSON,
         call=r"⟦<|tool_call_begin|>⟧\s{0,9}(?:functions\.)?(?P<name>[^\s:<\U000f0000-\U000f00ff]{1,256})(?::\d{1,9})?\s{0,9}"
         r"⟦<|tool_call_argument_begin|>⟧\s{0,9}(?=\{)",
         noise=r"⟦<|tool_call_end|>⟧|⟦<|tool_calls_section_begin|>⟧|⟦<|tool_calls_section_end|>⟧",
@@ -142,7 +142,7 @@ TOOLS: tuple[ToolFamily, ...] = (
     ToolFamily(
         ("deepseek_v32", "deepseek_v4"),
         ("｜DSML｜",),
-        Form.TAGGED,
+        ArgumentSyntax.TAGGED,
         call=rf'{_DSML}invoke name="(?P<name>[^"]{{1,256}})"{_WS}(?:>|(?=/>))',
         tags=Tags(
             rf'{_DSML}parameter name="(?P<key>[^"]{{0,256}})"(?: string="(?P<kind>{_WORD})")?>',
@@ -157,7 +157,7 @@ TOOLS: tuple[ToolFamily, ...] = (
     ToolFamily(
         ("deepseek_v3", "deepseek_r1"),
         ("<｜tool▁sep｜>", "```json"),
-        Form.JSON,
+        ArgumentSyntax.JSON,
         call=r"⟦<｜tool▁call▁begin｜>⟧function⟦<｜tool▁sep｜>⟧(?P<name>[^\n]{1,256})\n```json\n\s{0,9}(?=\{)",
         noise=r"(?:\n```)?⟦<｜tool▁call▁end｜>⟧|⟦<｜tool▁calls▁begin｜>⟧|⟦<｜tool▁calls▁end｜>⟧",
         wrapper=("⟦<｜tool▁calls▁begin｜>⟧", "⟦<｜tool▁calls▁end｜>⟧"),
@@ -167,7 +167,7 @@ TOOLS: tuple[ToolFamily, ...] = (
     ToolFamily(
         ("deepseek_v31",),
         ("<｜tool▁sep｜>",),
-        Form.JSON,
+        ArgumentSyntax.JSON,
         call=r"⟦<｜tool▁call▁begin｜>⟧(?P<name>[^\n\U000f0000-\U000f00ff]{1,256}?)⟦<｜tool▁sep｜>⟧\s{0,9}(?=\{)",
         noise=r"⟦<｜tool▁call▁end｜>⟧|⟦<｜tool▁calls▁begin｜>⟧|⟦<｜tool▁calls▁end｜>⟧",
         wrapper=("⟦<｜tool▁calls▁begin｜>⟧", "⟦<｜tool▁calls▁end｜>⟧"),
@@ -176,14 +176,14 @@ TOOLS: tuple[ToolFamily, ...] = (
     ToolFamily(
         ("gemma4",),
         ("<|tool_call>", "call:"),
-        Form.GEMMA,
+        ArgumentSyntax.GEMMA,
         call=r"⟦<|tool_call>⟧call:(?P<name>[^\s{\U000f0000-\U000f00ff]{1,256})(?=\{)",
         noise=r"⟦<tool_call|>⟧",
     ),
     ToolFamily(
         ("glm45", "glm47"),
         ("<arg_key>",),
-        Form.TAGGED,
+        ArgumentSyntax.TAGGED,
         call=r"⟦<tool_call>⟧\s{0,9}(?P<name>[^\s<{\U000f0000-\U000f00ff]{1,256})\s{0,9}(?=⟦<arg_key>⟧|⟦</tool_call>⟧)",
         tags=Tags(
             r"⟦<arg_key>⟧(?P<key>[^<\U000f0000-\U000f00ff]{1,256})⟦</arg_key>⟧\s{0,9}⟦<arg_value>⟧",
@@ -197,7 +197,7 @@ TOOLS: tuple[ToolFamily, ...] = (
     ToolFamily(
         ("seed_oss",),
         ("<seed:tool_call>",),
-        Form.TAGGED,
+        ArgumentSyntax.TAGGED,
         call=r"(?:⟦<seed:tool_call>⟧\s{0,9})?<function=(?P<name>[^>\n]{1,256})>",
         tags=_FUNCTION_TAGS,
         noise=r"⟦</seed:tool_call>⟧",
@@ -208,7 +208,7 @@ TOOLS: tuple[ToolFamily, ...] = (
     ToolFamily(
         ("qwen3_coder", "qwen3_xml"),
         ("<function=", "<parameter="),
-        Form.TAGGED,
+        ArgumentSyntax.TAGGED,
         call=r"(?:⟦<tool_call>⟧\s{0,9})?<function=(?P<name>[^>\n]{1,256})>",
         tags=_FUNCTION_TAGS,
         noise=r"⟦</tool_call>⟧",
@@ -220,14 +220,14 @@ TOOLS: tuple[ToolFamily, ...] = (
     ToolFamily(
         ("mistral",),
         ("[TOOL_CALLS]",),
-        Form.JSON,
+        ArgumentSyntax.JSON,
         call=rf"⟦[TOOL_CALLS]⟧(?:{_WS}(?=\[{_WS}\{{)|{_WS}{_NAME}{_WS}(?:⟦[CALL_ID]⟧{_WORD})?(?:⟦[ARGS]⟧)?{_WS}(?=\{{))",
         written="⟦[TOOL_CALLS]⟧{name}⟦[ARGS]⟧{args}",
     ),
     ToolFamily(
         ("granite",),
         ("<|tool_call|>",),
-        Form.OBJECTS,
+        ArgumentSyntax.OBJECTS,
         call=r"⟦<|tool_call|>⟧\s{0,9}(?=\[|\{)",
         wrapper=("⟦<|tool_call|>⟧[", "]"),
         written='{"name": "{name}", "arguments": {args}}',
@@ -236,7 +236,7 @@ TOOLS: tuple[ToolFamily, ...] = (
     ToolFamily(
         ("command",),
         ("<|START_ACTION|>",),
-        Form.OBJECTS,
+        ArgumentSyntax.OBJECTS,
         call=r"⟦<|START_ACTION|>⟧\s{0,9}(?=\[|\{)",
         noise=r"⟦<|END_ACTION|>⟧",
         wrapper=("⟦<|START_ACTION|>⟧[", "]⟦<|END_ACTION|>⟧"),
@@ -246,14 +246,14 @@ TOOLS: tuple[ToolFamily, ...] = (
     ToolFamily(
         ("llama4_pythonic", "pythonic"),
         ("<|python_start|>",),
-        Form.PYTHON,
+        ArgumentSyntax.PYTHON,
         start=r"\s{0,9}(?:⟦<|python_start|>⟧)?\s{0,9}(?=\[\s{0,9}[A-Za-z_][\w.]{0,256}\()",
         noise=r"⟦<|python_end|>⟧",
     ),
     ToolFamily(
         ("llama3_json",),
         ('"parameters": ', "ipython"),
-        Form.OBJECTS,
+        ArgumentSyntax.OBJECTS,
         start=r"\s{0,9}(?=\{)",
         call=r"⟦<|python_tag|>⟧\s{0,9}(?=\{)",
         written='{"name": "{name}", "parameters": {args}}',
@@ -262,7 +262,7 @@ TOOLS: tuple[ToolFamily, ...] = (
     ToolFamily(
         ("hermes", "qwen"),
         ("<tool_call>",),
-        Form.OBJECTS,
+        ArgumentSyntax.OBJECTS,
         call=r"⟦<tool_call>⟧\s{0,9}(?=\{|\[)",
         noise=r"⟦</tool_call>⟧",
         written='⟦<tool_call>⟧\n{"name": "{name}", "arguments": {args}}\n⟦</tool_call>⟧',

@@ -18,7 +18,7 @@ from headrace_router.answer.arguments import (
     ObjectsReader,
     PythonReader,
     Reader,
-    State,
+    ReaderState,
     TaggedReader,
 )
 from headrace_router.answer.events import Args, CallEnd, CallStart, Event, Reasoning, Text, merged
@@ -28,7 +28,7 @@ from headrace_router.answer.families import (
     QUOTE,
     REASONING,
     TOOLS,
-    Form,
+    ArgumentSyntax,
     ReasoningFamily,
     ToolFamily,
     markers,
@@ -75,7 +75,7 @@ class Syntax:
             self._marker(marker) for pattern in (call, noise, *plain.values()) for marker in MARKER.findall(pattern)
         ]
         self.marker = regex.compile("|".join(every) or NOTHING)
-        self.form = tools.form if tools else Form.JSON
+        self.form = tools.form if tools else ArgumentSyntax.JSON
         self.tags = (
             tuple(map(self.compiled, (tools.tags.key, tools.tags.close, tools.tags.end)))
             if tools and tools.tags
@@ -313,14 +313,14 @@ class AnswerParser:
         tools, form = self._tools or {}, self.syntax.form
         name = found.group("name") if _has(found, "name") else None
         names = tools if known else None
-        if form is Form.PYTHON:
+        if form is ArgumentSyntax.PYTHON:
             return PythonReader(names)
         if name is None:
             return ObjectsReader(names, self._custom)
         name = name.strip()
-        if form is Form.TAGGED:
+        if form is ArgumentSyntax.TAGGED:
             return TaggedReader(name, tools.get(name, {}), self.syntax.tags, self.syntax.before)
-        if form is Form.GEMMA:
+        if form is ArgumentSyntax.GEMMA:
             return GemmaReader(name, self.syntax.quote)
         return JsonReader(name)
 
@@ -340,12 +340,12 @@ class AnswerParser:
             if self.full:
                 return False
         self._buffer = reader.rest
-        if reader.state is State.READING and not final:
+        if reader.state is ReaderState.READING and not final:
             return False
-        if reader.state is not State.DONE:
+        if reader.state is not ReaderState.DONE:
             self._was_text = not self._begun
             text = self._unsent(reader) if self._begun else self._opening + reader.unfinished()
-            if reader.state is State.READING:
+            if reader.state is ReaderState.READING:
                 text, self._buffer = text + self._buffer, ""
             if not (self._begun and self._cut):
                 self._show(events, text)

@@ -11,7 +11,7 @@ from typing import Any
 import regex
 
 from headrace_router.answer.arguments import referred, value_types
-from headrace_router.answer.families import MARKER, Form
+from headrace_router.answer.families import MARKER, ArgumentSyntax
 from headrace_router.answer.grammar import ascii_digits, prepared_schema
 from headrace_router.answer.input_grammar import input_grammar, literal
 from headrace_router.answer.input_text import INPUT
@@ -40,7 +40,7 @@ class OfferedTool:
 
 def followed_schemas(syntax: Syntax, tool: OfferedTool) -> Iterator[tuple[str, dict[str, Any]]]:
     """What calls of a strict tool follow, by the path in its schema: all of it, or each value that has a tag."""
-    if syntax.tools is None or syntax.tools.form is not Form.TAGGED:
+    if syntax.tools is None or syntax.tools.form is not ArgumentSyntax.TAGGED:
         yield "", {"type": "object", **tool.schema}
         return
     for key, schema, text in _values(tool.schema):
@@ -56,7 +56,7 @@ def followed_input(syntax: Syntax, tool: OfferedTool) -> str:
 
 def _is_quoted(syntax: Syntax) -> bool:
     """Whether arguments are strings of JSON."""
-    return syntax.tools is None or syntax.tools.form is not Form.TAGGED
+    return syntax.tools is None or syntax.tools.form is not ArgumentSyntax.TAGGED
 
 
 def whole_grammar(
@@ -174,7 +174,7 @@ class _Rules:
         before = before.replace("{name}", tool.name)
         if tool.grammar:
             arguments = self._input(place, tool)
-        elif row.form is Form.TAGGED:
+        elif row.form is ArgumentSyntax.TAGGED:
             arguments = self._tagged(place, tool.schema) if tool.strict else self._any_tagged(place)
         else:
             arguments = f"args_{place}"

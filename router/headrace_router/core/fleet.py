@@ -12,7 +12,7 @@ from headrace_router.core.policy.rebalance import Rebalancer
 from headrace_router.core.prefix_index import PrefixIndex
 from headrace_router.core.replica_state import C, ReplicaState
 from headrace_router.core.replica_table import ReplicaTable
-from headrace_router.core.step_speed import StepCost
+from headrace_router.core.step_speed import StepMilliseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,20 +323,22 @@ class Fleet(Generic[C]):
         """Compares the steps of some replicas with those of their peers."""
         comparisons = max(LEAST_COMPARISONS, len(self.replicas) // COMPARISON_CALLS)
         complete = [replica for replica in self.replicas if replica.speed.complete and replica.facts is not None]
-        peers: dict[tuple[str, str], list[tuple[ReplicaState[C], StepCost]]] = {}
+        peers: dict[tuple[str, str], list[tuple[ReplicaState[C], StepMilliseconds]]] = {}
         for replica in complete[:comparisons]:
             key = replica.model, replica.revision
             if key not in peers:
                 peers[key] = self._peers(serving.get(key, ()))
             replica.evaluate_speed([cost for other, cost in peers[key] if other is not replica])
 
-    def _peers(self, serving: Sequence[ReplicaState[C]]) -> list[tuple[ReplicaState[C], StepCost]]:
+    def _peers(self, serving: Sequence[ReplicaState[C]]) -> list[tuple[ReplicaState[C], StepMilliseconds]]:
         """With their step models; of many replicas a part that is spread over the list."""
         count = len(serving)
         if count > PEERS + 1:
             self._turn += 1
             serving = [serving[(self._turn + part * count // (PEERS + 1)) % count] for part in range(PEERS + 1)]
-        return [(replica, StepCost.of(replica.load.step_model)) for replica in serving if not replica.speed.slow]
+        return [
+            (replica, StepMilliseconds.of(replica.load.step_model)) for replica in serving if not replica.speed.slow
+        ]
 
     def _ready_by_revision(self) -> Serving[C]:
         """All replicas that take new requests, by model and revision."""

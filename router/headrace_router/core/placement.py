@@ -9,7 +9,15 @@ import numpy as np
 from headrace_proto.replica_pb2 import Source
 from headrace_router.core.errors import RevisionReplacedError
 from headrace_router.core.fleet import ARRIVALS, Fleet
-from headrace_router.core.policy.interface import ChoiceRequest, Mode, Plan, Policy, Prediction, Tokens, Work
+from headrace_router.core.policy.interface import (
+    ChoiceRequest,
+    Mode,
+    PlacementTask,
+    Policy,
+    Prediction,
+    RequestPlacement,
+    Tokens,
+)
 from headrace_router.core.policy.predicted import LEAST_TOKENS
 from headrace_router.core.replica_blocks import HashScheme
 from headrace_router.core.replica_state import C, ReplicaState
@@ -244,7 +252,7 @@ class FleetPlacement(Generic[C]):
         held = np.zeros_like(cached)
         if cached.any() and sources:  # another replica reads what is in the cache itself
             held = np.subtract(*self._cached(rows, request, held=True))
-        work = Work(
+        work = PlacementTask(
             request,
             output_tokens,
             cached,
@@ -289,7 +297,9 @@ class FleetPlacement(Generic[C]):
         return cached, offloaded
 
 
-def _considered(candidates: Sequence[ReplicaState[C]], plan: Plan, cached: Tokens) -> tuple[Considered, ...]:
+def _considered(
+    candidates: Sequence[ReplicaState[C]], plan: RequestPlacement, cached: Tokens
+) -> tuple[Considered, ...]:
     """The candidates with the lowest costs, and the chosen one."""
     if plan.costs is None:
         return ()

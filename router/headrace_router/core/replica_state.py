@@ -22,7 +22,7 @@ from headrace_proto.stall import STALL_SECONDS, stall_limit
 from headrace_router.core.attempt import Attempt, OnTokens, Outcome, SubmitQueue
 from headrace_router.core.replica_blocks import HashScheme, PromptBlocks, ReplicaBlocks
 from headrace_router.core.sampling_options import default_options
-from headrace_router.core.step_speed import StepCost, StepSpeed
+from headrace_router.core.step_speed import StepMilliseconds, StepSpeed
 
 
 class Heartbeat:
@@ -361,10 +361,10 @@ class ReplicaState(KnownReplica[C]):
         self.heartbeat.extend(pause)
         self.set_changed()
 
-    def evaluate_speed(self, peers: Sequence[StepCost]) -> None:
+    def evaluate_speed(self, peers: Sequence[StepMilliseconds]) -> None:
         """Compares its steps with those that its peers would take."""
         slow = self.speed.slow
-        self.speed.evaluate(StepCost.of(self.load.step_model), peers, self.kv_tokens, self._clock())
+        self.speed.evaluate(StepMilliseconds.of(self.load.step_model), peers, self.kv_tokens, self._clock())
         if self.speed.slow != slow:
             self.set_changed()
 

@@ -28,7 +28,7 @@ class _Frame:
     predicted: float  # seconds of the newest step
 
 
-class StepCost(NamedTuple):
+class StepMilliseconds(NamedTuple):
     """Milliseconds of a step without prompts, of a StepModel: plain numbers, which many comparisons read."""
 
     base: float
@@ -36,7 +36,7 @@ class StepCost(NamedTuple):
     per_kv_token: float
 
     @classmethod
-    def of(cls, model: StepModel) -> "StepCost":
+    def of(cls, model: StepModel) -> "StepMilliseconds":
         return cls(model.base_ms, model.per_decode_sequence_ms, model.per_kv_token_ms)
 
     def step(self, decodes: float, kv_tokens: float) -> float:
@@ -86,7 +86,7 @@ class StepSpeed:
             return self._steps >= PROBE_STEPS
         return self._seconds >= WINDOW_SECONDS and self._steps >= WINDOW_STEPS
 
-    def evaluate(self, own: StepCost, peers: Sequence[StepCost], kv_tokens: float, now: float) -> None:
+    def evaluate(self, own: StepMilliseconds, peers: Sequence[StepMilliseconds], kv_tokens: float, now: float) -> None:
         """Ends a complete window. peers: those of the other ready replicas; without any it is not slow."""
         decodes = self._decodes / self._steps
         others = [step_ms for peer in peers if (step_ms := peer.step(decodes, kv_tokens)) > 0]

@@ -17,7 +17,7 @@ from headrace_router.core.policy.interface import ChoiceRequest
 from headrace_router.core.replica_blocks import HashScheme
 from headrace_router.core.sampling_options import API_DEFAULTS
 from headrace_router.dispatch.answer_grammar import AnswerGrammars
-from headrace_router.dispatch.request import GenerationRequest, Prompt, PromptHasher
+from headrace_router.dispatch.request import GenerationRequest, HashedPrompt, PromptHasher
 from headrace_router.text.model_card import ChatForm, ModelCard
 from headrace_router.text.prompt_text import names, strings
 from headrace_router.text.tokenizer_pool import TokenizerPool
@@ -104,7 +104,7 @@ class Preparer:
         asked = body.max_completion_tokens or body.max_tokens
         kept = self._kept(body, card, asked, None)
 
-        def encode() -> tuple[Prompt, bool]:
+        def encode() -> tuple[HashedPrompt, bool]:
             token_ids, thinking = card.chat(messages, options)
             return hasher.prompt(token_ids[kept]), thinking
 
@@ -147,7 +147,7 @@ class Preparer:
         hasher = PromptHasher(self._schemes(card.model, card.revision), tenant)
         special = body.skip_special_tokens is False
 
-        def encode(given: str | list[int]) -> tuple[Prompt, str]:
+        def encode(given: str | list[int]) -> tuple[HashedPrompt, str]:
             """A prompt, and its text for an echo."""
             whole = card.encoder.encode_prompt(given) if isinstance(given, str) else given
             token_ids, echo = whole[kept], ""
@@ -168,7 +168,7 @@ class Preparer:
         self,
         body: ChatBody | CompletionBody,
         card: ModelCard,
-        prompts: list[Prompt],
+        prompts: list[HashedPrompt],
         sampling: Sampling,
         asked: int | None,
         api_default: int | None,

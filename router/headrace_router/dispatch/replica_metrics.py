@@ -100,7 +100,7 @@ REPLICAS_PER_TURN = 20  # without a pause: about half a millisecond
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ReplicaReading:
     """What a scrape reads of a replica."""
 
     replica_id: str
@@ -117,10 +117,10 @@ class FleetCollector:
         self._fleet = fleet
         self._counters = ReplicaCounters()
 
-    def read(self) -> list[Reading]:
+    def read(self) -> list[ReplicaReading]:
         """The replicas as they are now. Called on the event loop."""
         return [
-            Reading(
+            ReplicaReading(
                 replica.replica_id,
                 replica.identity,
                 facts,
@@ -131,7 +131,7 @@ class FleetCollector:
             if (facts := replica.facts) is not None
         ]
 
-    def metrics(self, readings: Sequence[Reading]) -> Iterable[Metric]:
+    def metrics(self, readings: Sequence[ReplicaReading]) -> Iterable[Metric]:
         """Called in any thread, by one at a time.
 
         During a rolling update a replica has two builds: gauges are the newest one's, counters the sum of both.
@@ -141,7 +141,7 @@ class FleetCollector:
             "vllm:cache_config_info", "The KV cache's shape", labels=(*LABELS, "block_size", "num_gpu_blocks")
         )
         counters = [CounterMetricFamily(counter.name, counter.text, labels=LABELS) for counter in COUNTERS]
-        newest: dict[tuple[str, str], tuple[Reading, Totals]] = {}
+        newest: dict[tuple[str, str], tuple[ReplicaReading, Totals]] = {}
         for reading in sorted(readings, key=lambda reading: reading.identity.generation):
             labels = (reading.facts.identity.model, reading.replica_id)
             newest[labels] = reading, self._counters.totals(labels, reading.identity.boot_id, reading.load.counters)

@@ -11,7 +11,7 @@ from headrace_router.text.model_card import ModelCard
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class HashedPrompt:
     """The tokens of a prompt, and its blocks by each scheme."""
 
     token_ids: list[int]
@@ -25,9 +25,9 @@ class PromptHasher:
     schemes: Collection[HashScheme]
     tenant: Tenant
 
-    def prompt(self, token_ids: list[int]) -> Prompt:
+    def prompt(self, token_ids: list[int]) -> HashedPrompt:
         """Slow: call it off the event loop."""
-        return Prompt(token_ids, {scheme: scheme.blocks(self.tenant.salt, token_ids) for scheme in self.schemes})
+        return HashedPrompt(token_ids, {scheme: scheme.blocks(self.tenant.salt, token_ids) for scheme in self.schemes})
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from headrace_router.core.attempt import Outcome
 from headrace_router.core.errors import ApiError, error_rows
 from headrace_router.core.fleet import Fleet
 from headrace_router.dispatch.choice import LENGTH, STOP, TOOL_CALLS
-from headrace_router.dispatch.replica_metrics import LABELS, FleetCollector, Reading, page
+from headrace_router.dispatch.replica_metrics import LABELS, FleetCollector, ReplicaReading, page
 from headrace_router.text.model_card import ModelCard
 
 
@@ -173,7 +173,7 @@ class RouterMetrics:
 
         return await asyncio.to_thread(render)
 
-    def _add_zeros(self, models: Sequence[str], readings: Sequence[Reading]) -> None:
+    def _add_zeros(self, models: Sequence[str], readings: Sequence[ReplicaReading]) -> None:
         for model in models:
             _label(self._per_model, model)
         found = {(reading.facts.identity.model, reading.replica_id) for reading in readings}

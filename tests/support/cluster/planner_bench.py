@@ -5,7 +5,16 @@ from typing import Any
 
 import msgspec
 
-from headrace_cluster.core.actions import Action, Drain, End, Fill, Place, Seen, SendSecret, SetRole
+from headrace_cluster.core.actions import (
+    Action,
+    CreateRanks,
+    DrainBuild,
+    EndBuild,
+    PlaceBuild,
+    Seen,
+    SendSecret,
+    SetRole,
+)
 from headrace_cluster.core.build import Build, State
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.planner import Planner
@@ -89,7 +98,7 @@ class Bench:
 
     def ends(self, seconds: float) -> list[ReplicaName]:
         """The builds that were ended meanwhile."""
-        return [action.name for action in self.run(seconds) if isinstance(action, End)]
+        return [action.name for action in self.run(seconds) if isinstance(action, EndBuild)]
 
     def build(self, replica_id: str = "smollm2-0") -> Build:
         found = self.planner.current(replica_id)
@@ -138,13 +147,13 @@ class Bench:
 
     def _do(self, action: Action) -> None:
         build = self.planner.builds[action.name]
-        if self.gcs_lost and isinstance(action, Place | Fill | End):
+        if self.gcs_lost and isinstance(action, PlaceBuild | CreateRanks | EndBuild):
             return  # the call fails
         match action:
-            case Place(name):
+            case PlaceBuild(name):
                 self.groups[name] = sum(self.groups.values()) < self.room
                 build.requested = True
-            case Fill(name, model, role, wanted):
+            case CreateRanks(name, model, role, wanted):
                 for rank in range(model.ranks):
                     node = "here" if not self.draining else "elsewhere"
                     self.ranks[name, rank] = _report(wanted, tp=model.tp, pp=model.pp, role=str(role), node=node)
@@ -157,9 +166,9 @@ class Bench:
                 self.ranks[name, rank] = report
             case SetRole(name, role):
                 self.note(name, role=str(role))
-            case Drain(name, seconds):
+            case DrainBuild(name, seconds):
                 self.note(name, stage=Stage.DRAINING, drain_seconds=seconds)
-            case End(name):
+            case EndBuild(name):
                 self.groups.pop(name, None)
                 for key in [key for key in self.ranks if key[0] == name]:
                     del self.ranks[key]

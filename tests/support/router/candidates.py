@@ -12,11 +12,11 @@ from headrace_router.core.policy.interface import (
     Candidate,
     ChoiceRequest,
     Mode,
-    Plan,
+    PlacementTask,
     Policy,
+    RequestPlacement,
     Tokens,
     View,
-    Work,
     row,
 )
 from headrace_router.core.policy.predicted import LEAST_TOKENS
@@ -59,14 +59,14 @@ def work(
     answer: float = 1.0,
     mode: Mode = "auto",
     session: str = "",
-) -> Work:
+) -> PlacementTask:
     """A prompt of so many tokens; `cached` in each candidate's cache, `held` already, `offloaded` on disk."""
 
     def array(values: Sequence[int]) -> Tokens:
         return np.array(values, np.int64)
 
     request = ChoiceRequest("label", "m", "r", b"", [5] * tokens, Sampling(max_tokens=1), session=session)
-    return Work(
+    return PlacementTask(
         request,
         0,
         array(cached),
@@ -85,5 +85,7 @@ def view_of(candidates: Sequence[Candidate]) -> View:
     return View(candidates, data.T)
 
 
-def plan(policy: Policy, candidates: Sequence[FakeCandidate], of: Work, sources: Sequence[FakeCandidate] = ()) -> Plan:
+def plan(
+    policy: Policy, candidates: Sequence[FakeCandidate], of: PlacementTask, sources: Sequence[FakeCandidate] = ()
+) -> RequestPlacement:
     return policy.plan(view_of(candidates), view_of(sources), of)

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from headrace_worker.comm.failure_detection import MAX_PAYLOAD, FrameKind, Link, SharedEntries
+from headrace_worker.comm.failure_detection import MAX_PAYLOAD, FrameKind, RankLink, SharedEntries
 
-Pair = tuple[Link, Link]
+Pair = tuple[RankLink, RankLink]
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def pair() -> Iterator[Pair]:
     near = socket.create_connection(listener.getsockname())
     far, _ = listener.accept()
     listener.close()
-    links = Link(near, 1, 11), Link(far, 0, 10)
+    links = RankLink(near, 1, 11), RankLink(far, 0, 10)
     yield links
     for link in links:
         link.close()
@@ -74,7 +74,7 @@ class Ranks:
 
     def __init__(self) -> None:
         self.entries = [SharedEntries()]
-        self._links: list[tuple[SharedEntries, Link]] = []
+        self._links: list[tuple[SharedEntries, RankLink]] = []
 
     def add(self) -> SharedEntries:
         """One more rank."""
@@ -82,8 +82,8 @@ class Ranks:
             near = socket.create_connection(listener.getsockname())
             far, _ = listener.accept()
         own = SharedEntries()
-        to_rank_0 = Link(near, 0, 10)
-        from_rank_0 = Link(far, len(self.entries), 11)
+        to_rank_0 = RankLink(near, 0, 10)
+        from_rank_0 = RankLink(far, len(self.entries), 11)
         own.attach(to_rank_0)
         self.entries[0].attach(from_rank_0)
         self._links += [(own, to_rank_0), (self.entries[0], from_rank_0)]

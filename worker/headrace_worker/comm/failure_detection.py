@@ -33,7 +33,7 @@ class FrameKind(Enum):
     NOTE = b"n"  # the payload is for the listener on rank 0
 
 
-class Link:
+class RankLink:
     """A connection to a rank that has joined. `read` is for one thread, `send` for any.
 
     A frame is its kind (1 byte), the length of its payload (4 bytes, big-endian), and the payload.
@@ -114,10 +114,10 @@ class SharedEntries:
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
-        self._links: list[Link] = []
+        self._links: list[RankLink] = []
         self._changed = threading.Condition()
 
-    def attach(self, link: Link) -> None:
+    def attach(self, link: RankLink) -> None:
         """Share with one more rank, which first receives the entries so far."""
         with self._changed:
             for key, value in self._values.items():
@@ -131,7 +131,7 @@ class SharedEntries:
             raise ValueError(f"the entry {key} has {len(value)} bytes: a frame holds {MAX_PAYLOAD}")
         self._set(key, value, payload, None)
 
-    def receive(self, link: Link, payload: bytes) -> None:
+    def receive(self, link: RankLink, payload: bytes) -> None:
         """Handle an entry that another rank published. Raises ValueError when it is malformed."""
         key, value = _decode(payload)
         self._set(key, value, payload, link)
@@ -151,7 +151,7 @@ class SharedEntries:
         with self._changed:
             self._values.pop(key, None)
 
-    def _set(self, key: str, value: bytes, payload: bytes, origin: Link | None) -> None:
+    def _set(self, key: str, value: bytes, payload: bytes, origin: RankLink | None) -> None:
         with self._changed:  # held while sending, so that a rank that is attached meanwhile misses no entry
             self._values[key] = value
             for link in self._links:
@@ -228,13 +228,13 @@ Result = TypeVar("Result")
 class FailureDetector:
     """Monitors the links to the other ranks on its own thread."""
 
-    def __init__(self, rank: int, links: Iterable[Link] = ()) -> None:
+    def __init__(self, rank: int, links: Iterable[RankLink] = ()) -> None:
         self.failure: RankLostError | None = None
         self.entries = SharedEntries()
         self._rank = rank
-        self._links: dict[int, Link] = {}
+        self._links: dict[int, RankLink] = {}
         self._heartbeats = HeartbeatTracker(STARTUP_TICKS, PARTING_TICKS)
-        self._new: deque[Link] = deque()
+        self._new: deque[RankLink] = deque()
         self._callbacks: list[Callable[[RankLostError], object]] = []
         self._listener: Callable[[bytes], None] = lambda note: None
         self._lock = threading.Lock()
@@ -247,7 +247,7 @@ class FailureDetector:
     def start(self) -> None:
         self._thread.start()
 
-    def add(self, link: Link) -> None:
+    def add(self, link: RankLink) -> None:
         """Monitor one more rank; if a rank is lost already, the new one is notified of the failure."""
         with self._lock:
             self._links = self._links | {link.rank: link}
@@ -360,7 +360,7 @@ class FailureDetector:
             how = "left before the others" if self._heartbeats.has_left(rank) else "hangs: it sent no heartbeat"
             self._lose(self._links[rank], how)
 
-    def _receive(self, link: Link) -> bool:
+    def _receive(self, link: RankLink) -> bool:
         """Handles what arrived on a link; False when nothing more will arrive."""
         try:
             frames = link.read()
@@ -383,11 +383,11 @@ class FailureDetector:
                 return False
         return True
 
-    def _lose(self, link: Link, how: str) -> None:
+    def _lose(self, link: RankLink, how: str) -> None:
         others = [other for other in self._links.values() if other is not link]
         self._fail(f"{link.name} {how}", notify=others)
 
-    def _fail(self, sentence: str, notify: Iterable[Link]) -> None:
+    def _fail(self, sentence: str, notify: Iterable[RankLink]) -> None:
         with self._lock:
             if self.failure is not None:
                 return  # the first cause is reported

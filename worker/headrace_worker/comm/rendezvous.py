@@ -19,7 +19,7 @@ from hmac import compare_digest
 from torch._C._distributed_c10d import Store
 
 from headrace_worker.comm.errors import RendezvousError
-from headrace_worker.comm.failure_detection import FailureDetector, Link
+from headrace_worker.comm.failure_detection import FailureDetector, RankLink
 from headrace_worker.core.config import Rendezvous
 
 
@@ -165,7 +165,7 @@ class HandshakeServer:
         self._pending[connection.fileno()] = _PendingConnection(connection, time.monotonic() + _HANDSHAKE_SECONDS)
         self._selector.register(connection, selectors.EVENT_READ)
 
-    def _receive(self, pending: _PendingConnection) -> Link | None:
+    def _receive(self, pending: _PendingConnection) -> RankLink | None:
         """The connection's link once its message is complete and valid."""
         try:
             data = pending.connection.recv(_HELLO.size - len(pending.received))
@@ -181,7 +181,7 @@ class HandshakeServer:
             self._reject(pending)
         return link
 
-    def _answer(self, pending: _PendingConnection) -> Link | None:
+    def _answer(self, pending: _PendingConnection) -> RankLink | None:
         """Answers a missing rank that has the token."""
         magic, rank, pid, token = _HELLO.unpack(pending.received)
         if magic != _MAGIC or not compare_digest(token, self._token) or rank not in self._missing:
@@ -191,7 +191,7 @@ class HandshakeServer:
         except OSError:
             return None
         self._unregister(pending)
-        return Link(pending.connection, rank, pid)
+        return RankLink(pending.connection, rank, pid)
 
     def _unregister(self, pending: _PendingConnection) -> None:
         self._selector.unregister(pending.connection)
@@ -203,7 +203,7 @@ class HandshakeServer:
             pending.connection.close()
 
 
-def connect_to_rank_0(host: str, port: int, token: bytes, rank: int, seconds: float) -> Link:
+def connect_to_rank_0(host: str, port: int, token: bytes, rank: int, seconds: float) -> RankLink:
     """Connect this rank to rank 0. Raises RendezvousError."""
     with contextlib.ExitStack() as stack:
         try:
@@ -216,7 +216,7 @@ def connect_to_rank_0(host: str, port: int, token: bytes, rank: int, seconds: fl
                 "check for a firewall between the nodes"
             ) from error
         stack.pop_all()
-        return Link(connection, 0, pid)
+        return RankLink(connection, 0, pid)
 
 
 def _receive(connection: socket.socket, count: int) -> bytes:

@@ -86,7 +86,7 @@ class ReportPacer:
         self._last, self._at = state, now
 
 
-class RouterReports:
+class RouterReportPacer:
     """What one router is informed of."""
 
     def __init__(self, interval: float) -> None:
@@ -104,26 +104,26 @@ class LoadReports:
         """idle_tick: seconds between two steps of a replica without work."""
         self.arrivals = Arrivals()  # passed to the step loop, and not included in the newest step's load
         self._idle_tick = idle_tick
-        self._routers: dict[RouterReports, None] = {}
+        self._routers: dict[RouterReportPacer, None] = {}
         self._announcing = False
 
-    def connect(self, interval: float) -> RouterReports:
+    def connect(self, interval: float) -> RouterReportPacer:
         """One more router. interval: as that of RouterReports."""
-        router = RouterReports(interval)
+        router = RouterReportPacer(interval)
         self._routers[router] = None
         return router
 
-    def disconnect(self, router: RouterReports) -> None:
+    def disconnect(self, router: RouterReportPacer) -> None:
         """It gets no more reports; what it has sent was received."""
         self._routers.pop(router, None)
 
-    def received(self, router: RouterReports, tokens: int | None) -> None:
+    def received(self, router: RouterReportPacer, tokens: int | None) -> None:
         """A submit. tokens: that it will compute; None = it was refused, or is passed to the step loop later."""
         router.submits += 1
         if tokens is not None:
             self.passed(router, tokens)
 
-    def passed(self, router: RouterReports, tokens: int) -> None:
+    def passed(self, router: RouterReportPacer, tokens: int) -> None:
         """A submit of this router was passed to the step loop. tokens: that it will compute."""
         router.passed += 1
         self.arrivals.add(tokens)
@@ -139,7 +139,7 @@ class LoadReports:
         self._announcing = True
         return True
 
-    def announcement(self) -> list[RouterReports]:
+    def announcement(self) -> list[RouterReportPacer]:
         """Routers that are informed now, since others have sent something."""
         self._announcing = False
         informed = []
@@ -150,7 +150,7 @@ class LoadReports:
                 informed.append(router)
         return informed
 
-    def state(self, router: RouterReports, load: LoadSnapshot, *, draining: bool) -> ReportState:
+    def state(self, router: RouterReportPacer, load: LoadSnapshot, *, draining: bool) -> ReportState:
         """What its pacer decides by. load: of the newest step."""
         next_step = load.predicted_step if load.running or load.waiting else self._idle_tick
         return ReportState(next_step, router.submits, router.others, draining)

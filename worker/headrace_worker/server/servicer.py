@@ -15,7 +15,7 @@ from headrace_proto.stall import stall_limit
 from headrace_worker.assembly.loop import IDLE_TICK, EngineLoop, StepReport
 from headrace_worker.core.guide import TokenGuide
 from headrace_worker.core.kv.manager import PrefixChain
-from headrace_worker.core.load_reports import EARLY_SECONDS, LoadReports, ReportPacer, ReportState, RouterReports
+from headrace_worker.core.load_reports import EARLY_SECONDS, LoadReports, ReportPacer, ReportState, RouterReportPacer
 from headrace_worker.core.request import Finish, Output, Request
 from headrace_worker.core.transfer.exchange import Outbound
 from headrace_worker.server.cache_events import CacheEventHub
@@ -107,7 +107,7 @@ log = structlog.get_logger(__name__)
 class _RouterStream:
     """One router's stream: its attempts on this replica, and the outputs that wait to be sent."""
 
-    def __init__(self, router: str, outbox: Outbox, reports: RouterReports) -> None:
+    def __init__(self, router: str, outbox: Outbox, reports: RouterReportPacer) -> None:
         self.router = router
         self.outbox = outbox
         self.reports = reports

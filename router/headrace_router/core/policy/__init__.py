@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Literal
 
-from headrace_router.core.policy.interface import Candidate, Plan, Policy, Prediction, View, Work
+from headrace_router.core.policy.interface import Candidate, PlacementTask, Policy, Prediction, RequestPlacement, View
 from headrace_router.core.policy.predicted import Predicted
 from headrace_router.core.policy.simple import LeastLoad, RoundRobin, Session
 
@@ -10,15 +10,15 @@ __all__ = [
     "POLICIES",
     "Candidate",
     "LeastLoad",
-    "Plan",
+    "PlacementTask",
     "Policy",
     "PolicyName",
     "Predicted",
     "Prediction",
+    "RequestPlacement",
     "RoundRobin",
     "Session",
     "View",
-    "Work",
 ]
 
 POLICIES: dict[str, type[Policy]] = {

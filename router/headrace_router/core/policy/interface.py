@@ -188,7 +188,7 @@ Tokens = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class PlacementTask:
     """What is to be placed. `cached`: tokens of the prompt in each candidate's KV cache, or soon; 0 where not known."""
 
     request: ChoiceRequest
@@ -224,7 +224,7 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RequestPlacement:
     """Where a request runs. At most one of `source` and `holder` is set."""
 
     target: int  # index of the candidate that decodes
@@ -238,13 +238,13 @@ class Policy(ABC):
     """Pure: no clock, no I/O; called on the event loop, so it must be quick."""
 
     uses_cache: ClassVar[bool] = False
-    """Whether `Work.cached` is needed: prompts are not hashed for policies that do not read it."""
+    """Whether `PlacementTask.cached` is needed: prompts are not hashed for policies that do not read it."""
 
     shares_roles: ClassVar[bool] = False
     """Whether prefill replicas can be candidates, too: they are with the mode `shared`."""
 
     @abstractmethod
-    def plan(self, view: View, sources: View, work: Work) -> Plan:
+    def plan(self, view: View, sources: View, work: PlacementTask) -> RequestPlacement:
         """For at least one candidate, and the prefill replicas that may compute the prompt, if any.
 
         Equal candidates should take turns: otherwise the first one gets all requests while the others are idle.

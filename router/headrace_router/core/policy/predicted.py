@@ -25,7 +25,17 @@ source:  the prompts in its queue, then this one, and its transfer; then one ste
 import numpy as np
 
 from headrace_router.core.policy.forecast import Forecast, StepCosts, fetch_seconds, transfer_seconds
-from headrace_router.core.policy.interface import Column, Plan, Policy, Prediction, Tokens, View, Way, Work, first_after
+from headrace_router.core.policy.interface import (
+    Column,
+    PlacementTask,
+    Policy,
+    Prediction,
+    RequestPlacement,
+    Tokens,
+    View,
+    Way,
+    first_after,
+)
 
 LEAST_TOKENS = 64
 ERROR_SHARE = 0.5  # of the time until a prompt was computed elsewhere: it depends on what two replicas do meanwhile
@@ -34,7 +44,7 @@ ERROR_SHARE = 0.5  # of the time until a prompt was computed elsewhere: it depen
 class PrefillForecast:
     """Of one prompt, computed by each prefill replica."""
 
-    def __init__(self, forecast: Forecast, queue: Column, sources: View, work: Work) -> None:
+    def __init__(self, forecast: Forecast, queue: Column, sources: View, work: PlacementTask) -> None:
         """forecast, queue: of the targets."""
         computing = Forecast(sources, StepCosts.of(sources, forecast.view), work.tokens, work.answer_tokens)
         missing = np.maximum(1.0, work.tokens - work.sources_cached)
@@ -63,7 +73,7 @@ class PrefillForecast:
         return Way(target, first_token, delay, source=source)
 
 
-def choose_source(view: View, target: int, sources: View, work: Work) -> int | None:
+def choose_source(view: View, target: int, sources: View, work: PlacementTask) -> int | None:
     """The index of the fastest source, or None when the target should compute the prompt itself.
 
     `always` only chooses among sources.
@@ -105,7 +115,7 @@ class Predicted(Policy):
     def __init__(self) -> None:
         self._turn = 0
 
-    def plan(self, view: View, sources: View, work: Work) -> Plan:
+    def plan(self, view: View, sources: View, work: PlacementTask) -> RequestPlacement:
         self._turn += 1
         forecast = Forecast(view, StepCosts.of(view, sources), work.tokens, work.answer_tokens, work.reused)
         missing = np.maximum(1.0, work.tokens - work.cached)
@@ -133,9 +143,9 @@ class Predicted(Policy):
         if other is not None:
             best = Way(other, float(first_token[other]), float(delay[other]))
         prediction = Prediction(best.first_token, float(answer[best.target]), best.delay)
-        return Plan(best.target, best.source, best.holder, prediction, costs)
+        return RequestPlacement(best.target, best.source, best.holder, prediction, costs)
 
-    def _explored(self, view: View, best: Way, work: Work) -> int | None:
+    def _explored(self, view: View, best: Way, work: PlacementTask) -> int | None:
         """A replica that was not used lately, for one of some requests."""
         if self._turn % EXPLORED_SHARE or work.output_tokens or best.source is not None or best.holder is not None:
             return None
@@ -143,7 +153,7 @@ class Predicted(Policy):
         return _unused(view, UNUSED_SECONDS if new else LONG_UNUSED_SECONDS)
 
     def _other_ways(
-        self, forecast: Forecast, sources: View, work: Work, queue: Column, answer: Column, share: Column
+        self, forecast: Forecast, sources: View, work: PlacementTask, queue: Column, answer: Column, share: Column
     ) -> list[Way]:
         """Of the candidates that would be the best ones if they had the prompt already."""
         if not work.may_disaggregate and work.held.max() < LEAST_FETCHED:
@@ -157,7 +167,7 @@ class Predicted(Policy):
             ways += [way for target in near if (way := prefill.way(target)) is not None]
         return ways
 
-    def _fetches(self, forecast: Forecast, work: Work, queue: Column, near: list[int]) -> list[Way]:
+    def _fetches(self, forecast: Forecast, work: PlacementTask, queue: Column, near: list[int]) -> list[Way]:
         """From the cache of the candidate that has most of the prompt."""
         holder = int(work.held.argmax())
         held = int(work.held[holder])

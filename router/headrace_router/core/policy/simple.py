@@ -10,7 +10,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from headrace_router.core.policy.interface import Plan, Policy, View, Work, first_after
+from headrace_router.core.policy.interface import PlacementTask, Policy, RequestPlacement, View, first_after
 from headrace_router.core.policy.predicted import choose_source
 
 
@@ -18,12 +18,12 @@ class ChosenTarget(Policy):
     """Chooses the replica that decodes; whether another one computes the prompt is predicted for it."""
 
     @abstractmethod
-    def choose(self, view: View, work: Work) -> int:
+    def choose(self, view: View, work: PlacementTask) -> int:
         """The index of the best of at least one candidate."""
 
-    def plan(self, view: View, sources: View, work: Work) -> Plan:
+    def plan(self, view: View, sources: View, work: PlacementTask) -> RequestPlacement:
         target = self.choose(view, work)
-        return Plan(target, choose_source(view, target, sources, work))
+        return RequestPlacement(target, choose_source(view, target, sources, work))
 
 
 class LeastLoad(ChosenTarget):
@@ -35,7 +35,7 @@ class LeastLoad(ChosenTarget):
     def __init__(self) -> None:
         self._turn = 0
 
-    def choose(self, view: View, work: Work) -> int:
+    def choose(self, view: View, work: PlacementTask) -> int:
         self._turn += 1
         cost = view.requests + np.minimum(np.round(view.of("kv_usage"), 2), 0.99)
         return first_after(cost == cost.min(), self._turn)
@@ -47,7 +47,7 @@ class RoundRobin(ChosenTarget):
     def __init__(self) -> None:
         self._turn = -1
 
-    def choose(self, view: View, work: Work) -> int:
+    def choose(self, view: View, work: PlacementTask) -> int:
         self._turn += 1
         return self._turn % len(view)
 
@@ -55,7 +55,7 @@ class RoundRobin(ChosenTarget):
 class Session(LeastLoad):
     """Requests without a session go to the replica with the fewest requests."""
 
-    def choose(self, view: View, work: Work) -> int:
+    def choose(self, view: View, work: PlacementTask) -> int:
         session = work.request.session
         if not session:
             return super().choose(view, work)
