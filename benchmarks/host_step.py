@@ -46,7 +46,7 @@ from headrace_worker.device.cpu import CpuDevice
 from headrace_worker.ranks.messages import Step, encoder
 from headrace_worker.runner.batch import Batch
 from headrace_worker.runner.pools import KVPools
-from headrace_worker.runner.runner import Runner
+from headrace_worker.runner.rank_runner import Runner
 from headrace_worker.server.convert import to_load
 from headrace_worker.server.servicer import Outbox
 

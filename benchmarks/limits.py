@@ -44,7 +44,7 @@ from headrace_router.api.http.protocol import HEADER_BYTES, PIPELINED_REQUESTS
 from headrace_router.config import RouterConfig, StaticMember
 from headrace_router.core.limits import Limits
 from headrace_router.event_loop import exempt_from_collection, new_event_loop
-from headrace_router.server import RouterServer
+from headrace_router.router_server import RouterServer
 from headrace_router.text.text_encoder import CONTROL_SPANS
 from support.certificates import Authority
 from support.members import secret_file

@@ -27,7 +27,7 @@ from headrace_proto.replica_pb2 import (
 from headrace_proto.replica_pb2_grpc import ReplicaStub
 from headrace_router.config import RouterConfig, StaticMember
 from headrace_router.event_loop import exempt_from_collection, new_event_loop
-from headrace_router.server import RouterServer
+from headrace_router.router_server import RouterServer
 from support.members import MEMBER, METADATA, secret_file
 from support.router.fake_replica import MODEL, FakeReplica
 from support.router.tokenizer import make_tokenizer

@@ -13,7 +13,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-BUILD = Path("kernels/headrace_kernels/cpu/build.py")  # it imports nothing of the project
+BUILD = Path("kernels/headrace_kernels/cpu/compile_library.py")  # it imports nothing of the project
 
 
 class PrebuiltKernels(BuildHookInterface[Any]):

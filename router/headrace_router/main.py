@@ -11,7 +11,7 @@ from headrace_base.errors import HeadraceError
 from headrace_base.logs import configure_logs
 from headrace_router.config import END_REQUESTS, RouterConfig
 from headrace_router.event_loop import exempt_from_collection, new_event_loop
-from headrace_router.server import RouterServer
+from headrace_router.router_server import RouterServer
 
 OTHER_FILES = 512  # of replicas, logs and libraries
 

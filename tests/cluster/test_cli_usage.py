@@ -100,6 +100,6 @@ def test_routers_find_the_next_controller_at_the_same_port(
     def run(spec: ClusterSpec, file: object, *, take_over: bool) -> None:
         started.append((spec.control.port, take_over))
 
-    monkeypatch.setattr("headrace_cluster.launch.controller.run_controller", run)
+    monkeypatch.setattr("headrace_cluster.launch.controller_run.run_controller", run)
     result = CliRunner().invoke(app, ["controller", "tiny", *flags])
     assert (result.exit_code, started) == (0, [(port, "--take-over" in flags)])

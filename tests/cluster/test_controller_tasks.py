@@ -19,8 +19,8 @@ from headrace_cluster.controller.spec_file import SpecFile, digest
 from headrace_cluster.core.words import Lease, UsedSpec, Words
 from headrace_cluster.errors import TakeOverError
 from headrace_cluster.ray import connection, names
-from headrace_cluster.ray import controller as controller_module
-from headrace_cluster.ray.controller import Controller, LeaseLostError
+from headrace_cluster.ray import ray_controller as controller_module
+from headrace_cluster.ray.ray_controller import Controller, LeaseLostError
 from headrace_cluster.spec.cluster_spec import ClusterSpec, parse_spec
 from support.cluster.fake_driver import FakeDriver
 from support.members import secret_file

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace_cluster.core.actions import CreateRanks, DrainBuild, EndBuild, PlaceBuild, Seen, SendSecret, SetRole
-from headrace_cluster.core.build import BACKOFF_LIMIT_SECONDS, State
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.planner import CONNECT_SECONDS, ROUTERS_SECONDS
 from headrace_cluster.core.rank_config import Stage
+from headrace_cluster.core.replica_build import BACKOFF_LIMIT_SECONDS, State
 from headrace_cluster.core.wanted import lost_to, wanted_replicas
 from headrace_cluster.core.words import Changed, RoleWord, UsedSpec, Words
 from headrace_cluster.spec.cluster_spec import parse_spec

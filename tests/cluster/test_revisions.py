@@ -7,7 +7,7 @@ import pytest
 from headrace_cluster.core.revisions import moved_note, resolved_revisions
 from headrace_cluster.ray import private
 from headrace_cluster.ray.cluster_record import ClusterRecord
-from headrace_cluster.ray.controller import prepare
+from headrace_cluster.ray.ray_controller import prepare
 from headrace_cluster.spec.cluster_spec import ClusterSpec, parse_spec
 
 FIRST, SECOND = "1" * 40, "2" * 40

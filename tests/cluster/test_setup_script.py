@@ -30,7 +30,7 @@ case "$*" in
   *"pip"*" install "*) [ "${FAKE_BROKEN:-}" != yes ] || { echo "no route to host"; exit 1; }
     log "install ${*##*--progress-bar off }"
     sleep "${FAKE_SLOW:-0}" ;;
-  *"/cpu/build.py") log "kernels"; exit 1 ;; # there is no compiler
+  *"/cpu/compile_library.py") log "kernels"; exit 1 ;; # there is no compiler
   *"-P -m headrace_cluster"*) shift 3; echo "ran $*" ;;
   *'m.requires("torch")'*) [ "${FAKE_TORCH:-cpu}" = cuda ] ;;
   *importlib.metadata*) exit 1 ;;

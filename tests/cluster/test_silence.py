@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from headrace_cluster.core.backoff import Pauses
-from headrace_cluster.core.build import State
 from headrace_cluster.core.health_judge import ALL_SILENT_FACTOR
 from headrace_cluster.core.naming import ReplicaName
+from headrace_cluster.core.replica_build import State
 from headrace_cluster.core.router_reports import FRESH_SECONDS, RouterReports
 from headrace_cluster.spec.process_specs import HealthSpec
 from support.cluster.planner_bench import STEP, Bench

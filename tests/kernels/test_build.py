@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from headrace_kernels.cpu import build
+from headrace_kernels.cpu import compile_library
 
 ROOT = Path(__file__).parents[2]
-needs_compiler = pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler: apt-get install g++")
+needs_compiler = pytest.mark.skipif(
+    compile_library.find_compiler() is None, reason="no C++ compiler: apt-get install g++"
+)
 
 
 def _start(code: str, **environment: str) -> subprocess.Popen[str]:
@@ -34,8 +36,8 @@ def _output(process: subprocess.Popen[str]) -> str:
 
 _BUILD = """
 import os, torch, headrace_kernels as k
-from headrace_kernels.cpu import build
-build._FLAGS = tuple(flag for flag in build._FLAGS if flag != "-O3")  # that takes most of the time
+from headrace_kernels.cpu import compile_library
+compile_library._FLAGS = tuple(flag for flag in compile_library._FLAGS if flag != "-O3")  # that takes most of the time
 torch.set_num_threads(1)
 x = torch.randn(64, 576)
 torch.testing.assert_close(k.rms_norm(x, torch.ones(576), 1e-5), torch.nn.functional.rms_norm(x, (576,), eps=1e-5))
@@ -101,7 +103,7 @@ print(hashlib.sha256(b"".join(result.numpy().tobytes() for result in results)).h
 @pytest.mark.faults("tools")
 @needs_compiler
 def test_all_kinds_of_cpu_compute_the_same_bits() -> None:
-    names = [target.name for target in build.targets()]
+    names = [target.name for target in compile_library.targets()]
     assert len(names) == 1 or "avx2" in names
     assert len({_output(_start(_BITS, HEADRACE_CPU_KERNELS=name)) for name in names}) == 1
 
@@ -116,10 +118,10 @@ def test_a_wheel_has_the_kernels_and_needs_no_compiler(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as file:
         file.extractall(tmp_path)
     libraries = {path.stem for path in (tmp_path / "headrace_kernels" / "cpu" / "prebuilt").iterdir()}
-    assert libraries == {target.name for target in build.TARGETS}
+    assert libraries == {target.name for target in compile_library.TARGETS}
     code = "import headrace_kernels as k; print(k.__file__, k.describe()[0])"
     output = _output(_start(code, PYTHONPATH=str(tmp_path), PATH="/nowhere", CXX="", XDG_CACHE_HOME="/nowhere"))
-    assert output.startswith(str(tmp_path)) and f"{build.targets()[0].title}, prebuilt" in output
+    assert output.startswith(str(tmp_path)) and f"{compile_library.targets()[0].title}, prebuilt" in output
 
 
 @pytest.mark.parametrize(

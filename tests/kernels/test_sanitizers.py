@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace_kernels.cpu import build
+from headrace_kernels.cpu import compile_library
 
 ROOT = Path(__file__).parents[2]
 RUNTIMES = ("libasan.so", "libubsan.so")
@@ -15,7 +15,7 @@ RUNTIMES = ("libasan.so", "libubsan.so")
 
 def _runtimes() -> list[str]:
     """Paths of GCC's sanitizer runtimes; empty without them, or with another compiler."""
-    compiler = build.find_compiler()
+    compiler = compile_library.find_compiler()
     if compiler is None:
         return []
     found = [

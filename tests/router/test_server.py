@@ -19,7 +19,7 @@ from headrace_proto.control_pb2 import Member, MemberList, ModelEntry
 from headrace_proto.control_pb2_grpc import ControlServicer, add_ControlServicer_to_server
 from headrace_proto.replica_pb2 import REPLICA_STATE_DRAINING, REPLICA_STATE_READY
 from headrace_router.config import RouterConfig
-from headrace_router.server import RouterServer
+from headrace_router.router_server import RouterServer
 from support.members import MEMBER, secret_file
 
 BODY = {"model": "tiny", "prompt": "x", "max_tokens": 3}

@@ -14,11 +14,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pydantic import SecretStr
 
 from headrace_base.errors import ListenError
-from headrace_router import server
+from headrace_router import router_server
 from headrace_router.access.auth import ApiKey, AuthConfig
 from headrace_router.api.listen import PortReservation, bind_http
 from headrace_router.config import RouterConfig, StaticMember
-from headrace_router.server import RouterServer
+from headrace_router.router_server import RouterServer
 from support.members import secret_file
 
 BODY = {"model": "tiny", "prompt": "x", "max_tokens": 3}
@@ -206,11 +206,11 @@ def test_a_router_accepts_connections_when_it_can_answer(
     def router_ready() -> bool:
         return ready[-1].services.ready
 
-    monkeypatch.setattr(server, "bind_http", bind)
+    monkeypatch.setattr(router_server, "bind_http", bind)
     monkeypatch.setattr(RouterServer, "__init__", record)
     start()
     assert opened == [True]
-    monkeypatch.setattr(server, "JOIN_SECONDS", 0.3)
+    monkeypatch.setattr(router_server, "JOIN_SECONDS", 0.3)
     empty = start(members=())  # it has no replica to wait for, and reports that it is not ready
     assert opened == [True, False]
     answer = httpx.get(f"http://{empty.info().metrics}/health/ready", trust_env=False)

@@ -16,7 +16,7 @@ from headrace_base.errors import ListenError
 from headrace_proto import CONTRACT_VERSION
 from headrace_proto import replica_pb2 as pb
 from headrace_proto.replica_pb2_grpc import ReplicaStub
-from headrace_worker.server.server import ReplicaServer
+from headrace_worker.server.replica_server import ReplicaServer
 from support.members import MEMBER, METADATA, other_member
 from support.worker.fake_model import undisturbed
 from support.worker.served_engine import ServedEngine

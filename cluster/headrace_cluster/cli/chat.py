@@ -5,62 +5,19 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
 import typer
-from prompt_toolkit import PromptSession
-from prompt_toolkit.application import get_app
-from prompt_toolkit.completion import WordCompleter
-from prompt_toolkit.filters import Condition
-from prompt_toolkit.history import FileHistory
-from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
-from prompt_toolkit.shortcuts import CompleteStyle
 
 from headrace_base.errors import HeadraceError
 from headrace_cluster.cli import options as o
 from headrace_cluster.cli.api_client import ApiClient, ChatDelta, api_client
 from headrace_cluster.cli.servers import ServerChoice
-from headrace_cluster.local.state import home
 from headrace_cluster.program import program_name
 from headrace_cluster.spec.settings import from_environment
-
-
-def make_editor(completions: Sequence[str]) -> PromptSession[str]:
-    """Reads entries: "" if Ctrl-C cleared one; without text Ctrl-C raises KeyboardInterrupt, Ctrl-D EOFError."""
-    history = home() / "chat-history"  # entries of all chats of this user
-    history.touch(mode=0o600)
-    return PromptSession(
-        [("bold", ">>> ")],
-        multiline=True,  # otherwise a pasted line break would be shown as ^J
-        history=FileHistory(history),
-        completer=WordCompleter(list(completions), sentence=True),
-        complete_while_typing=False,
-        complete_style=CompleteStyle.READLINE_LIKE,
-        key_bindings=_keys(),
-        enable_suspend=True,
-    )
-
-
-def _keys() -> KeyBindings:
-    keys = KeyBindings()
-
-    @keys.add("enter")
-    def _(event: KeyPressEvent) -> None:
-        event.current_buffer.validate_and_handle()
-
-    @keys.add("escape", "enter")
-    def _(event: KeyPressEvent) -> None:
-        event.current_buffer.insert_text("\n")
-
-    @keys.add("c-c", filter=Condition(lambda: bool(get_app().current_buffer.text)))
-    def _(event: KeyPressEvent) -> None:
-        event.app.exit(result="")  # the typed text stays on the screen, as in a shell
-
-    return keys
-
 
 DIM, RED = "\x1b[2m", "\x1b[31m"
 # Control characters of an answer must not reach a terminal, which would interpret them.
@@ -363,7 +320,7 @@ def run_conversation(conversation: Conversation, read: Callable[[], str]) -> Non
 
 
 def _talk(conversation: Conversation) -> None:
-    from headrace_cluster.cli.chat import make_editor
+    from headrace_cluster.cli.chat_editor import make_editor
 
     models = conversation.client.models()
     conversation.model = choose_model(conversation.model or None, models)

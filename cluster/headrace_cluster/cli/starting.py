@@ -65,7 +65,7 @@ def controller(
     parent: Annotated[int, typer.Option("--parent", hidden=True)] = 0,
 ) -> None:
     """Start controller and replicas in a Ray that runs: on this node, or at --ray-address."""
-    from headrace_cluster.launch.controller import check_spec, run_controller, run_from_stdin
+    from headrace_cluster.launch.controller_run import check_spec, run_controller, run_from_stdin
 
     if config_stdin:
         return run_from_stdin(parent)

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from headrace_base.errors import HeadraceError, ListenError
 from headrace_cluster.controller.operations import Operation
 from headrace_router.access.tls_files import TlsFiles
-from headrace_router.api.http.server import ACCEPTS_PER_TURN, ListeningServer
+from headrace_router.api.http.http_server import ACCEPTS_PER_TURN, ListeningServer
 from headrace_router.api.http.tls_protocol import http_protocol
 from headrace_router.core.limits import Limits
 

@@ -15,15 +15,15 @@ import msgspec
 import structlog
 
 from headrace_base.errors import counted
-from headrace_cluster.controller.health import STATES, HealthWatch
 from headrace_cluster.controller.members import Membership, member_list
+from headrace_cluster.controller.replica_health import STATES, HealthWatch
 from headrace_cluster.core.actions import Action, CreateRanks, DrainBuild, EndBuild, PlaceBuild, SendSecret, SetRole
 from headrace_cluster.core.backoff import Backoff, Pauses
-from headrace_cluster.core.build import Build, State
 from headrace_cluster.core.driver import RankDriver
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.planner import Planner
 from headrace_cluster.core.rank_config import RankReport
+from headrace_cluster.core.replica_build import Build, State
 from headrace_cluster.core.wanted import usable_spec, wanted_replicas
 from headrace_cluster.core.words import UsedSpec, Words
 from headrace_cluster.errors import AdoptionError

@@ -6,9 +6,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable
 
 from headrace_cluster.controller.explaining import Explaining
-from headrace_cluster.core.build import Build, State
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.planner import Planner
+from headrace_cluster.core.replica_build import Build, State
 from headrace_cluster.core.router_reports import START_SECONDS, WAIT_SECONDS, RouterReach, RouterReports
 from headrace_cluster.spec.cluster_spec import ClusterSpec
 from headrace_proto import control_pb2 as pb

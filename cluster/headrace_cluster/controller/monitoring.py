@@ -15,7 +15,7 @@ from starlette.routing import Route
 from headrace_cluster.controller.control_loop import ControlLoop
 from headrace_cluster.controller.members import Membership
 from headrace_cluster.controller.status import replica_state
-from headrace_cluster.core.build import State
+from headrace_cluster.core.replica_build import State
 
 LOOK_LIMIT_SECONDS = 30.0  # without a look at Ray, for the controller to be unhealthy: it can change nothing
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"

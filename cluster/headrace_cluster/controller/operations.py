@@ -14,7 +14,7 @@ from headrace_base.errors import HeadraceError
 from headrace_cluster.controller.control_loop import ControlLoop
 from headrace_cluster.controller.members import Membership
 from headrace_cluster.controller.status import profile_document
-from headrace_cluster.core.build import SERVING, Build, State
+from headrace_cluster.core.replica_build import SERVING, Build, State
 from headrace_cluster.core.wanted import (
     Wanted,
     base_models,

@@ -7,9 +7,9 @@ from typing import Any
 
 from headrace_cluster.controller.control_loop import ControlLoop
 from headrace_cluster.controller.members import Membership
-from headrace_cluster.core.build import Build, State
 from headrace_cluster.core.planner import Planner
 from headrace_cluster.core.rank_config import ProfileOutcome, Stage
+from headrace_cluster.core.replica_build import Build, State
 from headrace_cluster.core.view import BUILT_AGAIN, ClusterView, ReplicaProgress, RouterPlace
 from headrace_cluster.core.wanted import differences
 from headrace_cluster.core.words import Words

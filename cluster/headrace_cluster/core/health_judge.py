@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 
-from headrace_cluster.core.build import SERVING, Build, State
 from headrace_cluster.core.naming import ReplicaName
+from headrace_cluster.core.replica_build import SERVING, Build, State
 from headrace_cluster.core.router_reports import RouterReports, Silence, judge_silence
 from headrace_cluster.spec.process_specs import HealthSpec
 

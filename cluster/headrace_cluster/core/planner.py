@@ -22,10 +22,10 @@ from headrace_cluster.core.actions import (
     SendSecret,
     SetRole,
 )
-from headrace_cluster.core.build import SERVING, Build, Death, Slot, State
 from headrace_cluster.core.health_judge import HealthJudge
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.rank_config import RankReport
+from headrace_cluster.core.replica_build import SERVING, Build, Death, Slot, State
 from headrace_cluster.core.router_reports import RouterReports
 from headrace_cluster.core.wanted import Wanted
 from headrace_cluster.core.words import Words

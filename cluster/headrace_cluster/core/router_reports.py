@@ -3,8 +3,8 @@
 from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
 
-from headrace_cluster.core.build import Build
 from headrace_cluster.core.naming import ReplicaName
+from headrace_cluster.core.replica_build import Build
 
 FRESH_SECONDS = 3.0  # that a router's report counts; it sends the next one earlier
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headrace_kernels.arguments import KernelArgumentError
-from headrace_kernels.cpu.build import TARGETS, KernelBuildError, find_library
+from headrace_kernels.cpu.compile_library import TARGETS, KernelBuildError, find_library
 
 SWITCH = "HEADRACE_CPU_KERNELS"
 

@@ -6,8 +6,8 @@ from functools import partial
 from typing import Any
 
 from headrace_cluster.controller.control_loop import ControlLoop
-from headrace_cluster.controller.health import watch_health
 from headrace_cluster.controller.members import Membership
+from headrace_cluster.controller.replica_health import watch_health
 from headrace_cluster.controller.status import status_document
 from headrace_cluster.core.words import Words
 from headrace_cluster.spec.cluster_spec import parse_spec

@@ -4,7 +4,7 @@ import json
 import sys
 
 from headrace_base.errors import HeadraceError
-from headrace_cluster.launch.controller import run_controller
+from headrace_cluster.launch.controller_run import run_controller
 from headrace_cluster.launch.display import show_message
 from headrace_cluster.spec.cluster_spec import parse_spec
 

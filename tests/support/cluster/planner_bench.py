@@ -15,10 +15,10 @@ from headrace_cluster.core.actions import (
     SendSecret,
     SetRole,
 )
-from headrace_cluster.core.build import Build, State
 from headrace_cluster.core.naming import ReplicaName
 from headrace_cluster.core.planner import Planner
 from headrace_cluster.core.rank_config import RankReport, Stage
+from headrace_cluster.core.replica_build import Build, State
 from headrace_cluster.core.router_reports import RouterReports
 from headrace_cluster.core.wanted import wanted_replicas
 from headrace_cluster.core.words import Roll, Words

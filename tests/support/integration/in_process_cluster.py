@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 
 from headrace_router.config import RouterConfig, StaticMember
-from headrace_router.server import RouterServer
+from headrace_router.router_server import RouterServer
 from headrace_worker.core.config import ReplicaConfig
 from headrace_worker.replica import Replica
 from support.members import MEMBER, secret_file

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from headrace_kernels.cpu import build
+from headrace_kernels.cpu import compile_library
 
 TESTS = Path(__file__).parents[2]
 FILES = (
@@ -20,8 +20,8 @@ FILES = (
     "worker/model/test_native_layers.py",
 )
 _CHECKS = ("-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-vars(build)["_FLAGS"] = (*(flag for flag in build._FLAGS if flag != "-O3"), *_CHECKS)
-vars(build)["_TIMEOUT_S"] = 600
+vars(compile_library)["_FLAGS"] = (*(flag for flag in compile_library._FLAGS if flag != "-O3"), *_CHECKS)
+vars(compile_library)["_TIMEOUT_S"] = 600
 
 if __name__ == "__main__":
     os.environ.pop("LD_PRELOAD", None)  # this process has the runtimes; the compiler would be slow with them

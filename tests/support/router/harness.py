@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 
 from headrace_router.config import RouterConfig, StaticMember
-from headrace_router.server import RouterServer
+from headrace_router.router_server import RouterServer
 from support.members import secret_file
 from support.router.fake_replica import FakeReplica
 

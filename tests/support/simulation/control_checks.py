@@ -3,8 +3,8 @@
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from headrace_cluster.core.build import SERVING, Build
 from headrace_cluster.core.naming import ReplicaName
+from headrace_cluster.core.replica_build import SERVING, Build
 from headrace_proto import control_pb2 as control
 from headrace_proto import replica_pb2 as pb
 from headrace_proto.role import Role

@@ -10,7 +10,7 @@ from headrace_proto.replica_pb2_grpc import ReplicaStub
 from headrace_worker.assembly.command_queue import CommandQueue
 from headrace_worker.assembly.loop import EngineLoop
 from headrace_worker.server.description import Description
-from headrace_worker.server.server import ReplicaServer
+from headrace_worker.server.replica_server import ReplicaServer
 from headrace_worker.server.servicer import Servicer
 from headrace_worker.server.transfer_peer import TransferPeer
 from support.members import MEMBER

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from headrace_base.errors import ModelLoadError
-from headrace_worker.model.build import build_meta
+from headrace_worker.model.build_model import build_meta
 from headrace_worker.model.converted import converted
 from headrace_worker.model.load import load
 from headrace_worker.model.sharding.cuts import Cut

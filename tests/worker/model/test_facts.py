@@ -14,7 +14,7 @@ from headrace_base.errors import ModelLoadError
 from headrace_proto import replica_pb2 as pb
 from headrace_proto.grammar import compile_grammar, grammar_tokenizer
 from headrace_router.text.model_card import LoadedTokenizer, ModelCard
-from headrace_worker.model.build import read_config
+from headrace_worker.model.build_model import read_config
 from headrace_worker.model.facts import ModelFacts, read_facts
 from headrace_worker.model.gguf_file import GgufFile
 from headrace_worker.model.gguf_tokenizer import byte_tokenizer

@@ -15,7 +15,7 @@ from headrace_worker.device.gpu_faults import FATAL_XIDS
 from headrace_worker.model.load import load
 from headrace_worker.offline import OfflineEngine, Prompt
 from headrace_worker.replica import Replica
-from headrace_worker.runner.runner import Runner
+from headrace_worker.runner.rank_runner import Runner
 from support.members import MEMBER
 from support.worker.recording_device import RecordingDevice
 from support.worker.tiny_models import replica_config
@@ -26,7 +26,7 @@ SIZES: dict[str, Any] = {
     "max_model_len": 64,
     "kv_cache_memory": 1 << 20,
 }
-RUNNER = "headrace_worker.runner.runner.Runner"
+RUNNER = "headrace_worker.runner.rank_runner.Runner"
 
 
 class LostError(RuntimeError):

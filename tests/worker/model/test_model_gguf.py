@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from headrace_base.errors import ModelLoadError, ModelUnsupportedError
-from headrace_worker.model.build import read_config
+from headrace_worker.model.build_model import read_config
 from headrace_worker.model.facts import read_facts
 from headrace_worker.model.gguf import GgufWeights
 from headrace_worker.model.gguf_config import gguf_config

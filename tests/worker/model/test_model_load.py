@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from headrace_base.errors import DeviceError, ModelLoadError, ModelUnsupportedError
 from headrace_worker.device import choice as device
 from headrace_worker.device import dtypes
-from headrace_worker.model.build import build_meta
+from headrace_worker.model.build_model import build_meta
 from headrace_worker.model.load import LoadedModel, load
 from headrace_worker.model.surgery import SurgeryPlan
 from support.worker.tiny_models import replica_config, save_tiny

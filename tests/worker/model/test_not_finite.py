@@ -10,7 +10,7 @@ from headrace_worker.assembly.assemble import assemble
 from headrace_worker.core.request import Finish
 from headrace_worker.offline import OfflineEngine, Prompt
 from headrace_worker.runner.batch import Batch
-from headrace_worker.runner.runner import Runner
+from headrace_worker.runner.rank_runner import Runner
 from support.worker.tiny_models import replica_config
 
 SIZES: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 96}

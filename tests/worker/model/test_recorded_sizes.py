@@ -14,7 +14,7 @@ from headrace_worker.core.transfer.orders import End, Order
 from headrace_worker.offline import OfflineEngine, Prompt
 from headrace_worker.runner.coverage import prompt_step
 from headrace_worker.runner.graphs import LARGE_TOKENS, MIXED_TOKENS, fastest_sizes, largest_that_pays, step_sizes
-from headrace_worker.runner.runner import Runner
+from headrace_worker.runner.rank_runner import Runner
 from support.worker.recorders import CallingRecorder
 from support.worker.step_modes import same
 from support.worker.tiny_models import replica_config

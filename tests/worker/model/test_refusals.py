@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import (
 
 from headrace_base.errors import ModelUnsupportedError
 from headrace_worker.model import refusals
-from headrace_worker.model.build import check_supported, read_config
+from headrace_worker.model.build_model import check_supported, read_config
 from headrace_worker.model.headers import check_options, read_headers
 from headrace_worker.model.load import load
 from headrace_worker.model.source import resolve

@@ -14,7 +14,7 @@ from headrace_worker.assembly.assemble import assemble
 from headrace_worker.core.kv.sizing import gpu_headroom, size_kv
 from headrace_worker.core.step_runner import RunnerBrokenError
 from headrace_worker.runner.graphs import MIXED_TOKENS, decode_sizes
-from headrace_worker.runner.runner import Runner
+from headrace_worker.runner.rank_runner import Runner
 from support.worker.engine_bench import make_layout
 from support.worker.recorders import CallingRecorder
 from support.worker.recording_device import RecordingDevice

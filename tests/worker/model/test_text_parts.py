@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
 from headrace_base.errors import ModelLoadError, ModelUnsupportedError
-from headrace_worker.model.build import build_meta
+from headrace_worker.model.build_model import build_meta
 from headrace_worker.model.headers import check_options, read_headers
 from headrace_worker.model.load import load
 from headrace_worker.model.source import resolve

@@ -21,7 +21,7 @@ from headrace_worker.model.attention import (
     attention_forward,
     step_context,
 )
-from headrace_worker.model.build import build_meta
+from headrace_worker.model.build_model import build_meta
 from headrace_worker.model.cache_layout import cache_layout, layer_windows
 from headrace_worker.model.headers import read_headers
 from headrace_worker.model.load import LoadedModel, load

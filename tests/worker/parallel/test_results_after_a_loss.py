@@ -17,7 +17,7 @@ from headrace_worker.core.plan import StepResult
 from headrace_worker.core.request import Finish, Output
 from headrace_worker.core.step_runner import RunnerBrokenError
 from headrace_worker.ranks.messages import Answer
-from headrace_worker.ranks.runner import MultiRankRunner, StepTicket
+from headrace_worker.ranks.multi_rank_runner import MultiRankRunner, StepTicket
 from headrace_worker.ranks.stage import StageResult
 
 TOKEN = 123

@@ -31,11 +31,11 @@ from headrace_worker.model.load import LoadedModel, load
 from headrace_worker.profiling.profiler import StepProfiler
 from headrace_worker.profiling.stepping import ProfiledRunner
 from headrace_worker.ranks.loaded_facts import loaded_facts
-from headrace_worker.ranks.runner import MultiRankRunner
+from headrace_worker.ranks.multi_rank_runner import MultiRankRunner
 from headrace_worker.ranks.stage import StageRunner
 from headrace_worker.ranks.team import Team
 from headrace_worker.runner.pools import KVPools
-from headrace_worker.runner.runner import Runner
+from headrace_worker.runner.rank_runner import Runner
 from headrace_worker.runner.warmup import time_steps, warm_up
 
 Result = TypeVar("Result")

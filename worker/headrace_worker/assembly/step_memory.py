@@ -27,7 +27,7 @@ from headrace_worker.ranks.team import Team
 from headrace_worker.runner.coverage import largest_steps, prompt_step
 from headrace_worker.runner.graphs import MIXED_TOKENS, largest_that_pays
 from headrace_worker.runner.pools import KVPools
-from headrace_worker.runner.runner import Runner
+from headrace_worker.runner.rank_runner import Runner
 from headrace_worker.runner.warmup import GPU_BUDGET
 
 FURTHER_SIZES = 4  # recorded to measure what each one adds: a few, as the memory of one may come in larger pieces

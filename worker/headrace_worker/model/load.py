@@ -20,7 +20,7 @@ from headrace_worker.core.progress import Progress, ignore_progress
 from headrace_worker.device.choice import choose_dtype, open_device
 from headrace_worker.device.rank_device import RankDevice
 from headrace_worker.model import buffers, indexer, latent, recurrent, surgery
-from headrace_worker.model.build import build_meta, output_rows, read_config
+from headrace_worker.model.build_model import build_meta, output_rows, read_config
 from headrace_worker.model.cache_layout import cache_layout
 from headrace_worker.model.converted import converted
 from headrace_worker.model.facts import ModelFacts, read_facts

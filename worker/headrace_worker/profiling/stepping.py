@@ -11,7 +11,7 @@ from headrace_worker.profiling.profiler import StepProfiler
 from headrace_worker.ranks.messages import Step
 from headrace_worker.ranks.stage import StageResult, StageRunner
 from headrace_worker.ranks.team import Team
-from headrace_worker.runner.runner import Runner
+from headrace_worker.runner.rank_runner import Runner
 
 
 class ProfiledRunner:

@@ -30,7 +30,7 @@ from headrace_worker.ranks.messages import Drawn, Step
 from headrace_worker.ranks.recording import CollectiveRecorder
 from headrace_worker.ranks.team import Team
 from headrace_worker.runner.batch import Batch
-from headrace_worker.runner.runner import Runner
+from headrace_worker.runner.rank_runner import Runner
 from headrace_worker.sampler import NO_MASKS, SampleOutput
 
 log = structlog.get_logger(__name__)

@@ -14,7 +14,7 @@ from headrace_worker.profiling.profiler import StepProfiler
 from headrace_worker.ranks.team import Team
 from headrace_worker.replica.start_facts import freeze_loaded, start_facts
 from headrace_worker.server.describe import describe
-from headrace_worker.server.server import ReplicaServer
+from headrace_worker.server.replica_server import ReplicaServer
 from headrace_worker.server.servicer import Servicer
 from headrace_worker.server.transfer_peer import TransferPeer
 

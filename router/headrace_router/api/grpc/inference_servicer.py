@@ -33,7 +33,7 @@ from headrace_proto.replica_pb2 import TokenLogprobs
 from headrace_router.access.auth import Authenticator, Tenant
 from headrace_router.api.body_budget import BodyShare
 from headrace_router.api.grpc.call_shares import CallShares
-from headrace_router.api.grpc.health import HEALTH_PREFIX
+from headrace_router.api.grpc.grpc_health import HEALTH_PREFIX
 from headrace_router.api.grpc.send_watch import SendWatch
 from headrace_router.api.grpc.wire_size import WireError, check_values
 from headrace_router.api.http.body import SMALL_BYTES

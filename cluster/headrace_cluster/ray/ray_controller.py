@@ -14,10 +14,10 @@ from headrace_base.cluster_member import ClusterMember, SecretFile
 from headrace_cluster.controller.admin import admin_app, admin_server, listen
 from headrace_cluster.controller.control_loop import ControlLoop
 from headrace_cluster.controller.control_service import start_control_server
-from headrace_cluster.controller.health import watch_health
 from headrace_cluster.controller.members import Membership
 from headrace_cluster.controller.monitoring import monitoring_app
 from headrace_cluster.controller.operations import replica_operations
+from headrace_cluster.controller.replica_health import watch_health
 from headrace_cluster.controller.spec_file import SpecFile
 from headrace_cluster.controller.status import status_document, view
 from headrace_cluster.core.rank_config import NODE_HOST, REPLICA_CLASS

@@ -89,7 +89,7 @@ def _control(spec: ClusterSpec, file: SpecFile | None, replica_class: str, take_
         checked = check_start(spec, warn, with_router=False)
         display.show_stage("Ray", f"joining {spec.ray.address}")
         from headrace_cluster.ray import connection
-        from headrace_cluster.ray.controller import Controller, prepare
+        from headrace_cluster.ray.ray_controller import Controller, prepare
 
         dashboard = connection.join_when_up(checked, warn)
         logs = ""
@@ -153,7 +153,7 @@ def run_from_stdin(parent: int) -> None:
     """The controller of a `serve`: its ControllerConfig comes through a pipe once Ray is up. Ends the process."""
     set_parent_death_signal(parent)
     from headrace_cluster.ray import connection
-    from headrace_cluster.ray.controller import Controller, prepare
+    from headrace_cluster.ray.ray_controller import Controller, prepare
 
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=ControllerConfig)
     views = os.fdopen(os.dup(1), "wb")  # for the parent; nothing else is to write there

@@ -18,7 +18,7 @@ from headrace_worker.ranks.messages import Answer, Clear, Draw, Drawn, RecordSte
 from headrace_worker.ranks.recording import RecordingFailedError
 from headrace_worker.ranks.stage import StageResult, StageRunner
 from headrace_worker.ranks.team import Team
-from headrace_worker.runner.runner import Runner
+from headrace_worker.runner.rank_runner import Runner
 
 Result = TypeVar("Result")
 

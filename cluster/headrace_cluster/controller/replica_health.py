@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 
 from headrace_base.cluster_member import WATCHER, ClusterMember
-from headrace_cluster.core.build import State
+from headrace_cluster.core.replica_build import State
 from headrace_cluster.spec.process_specs import HealthSpec
 from headrace_proto import replica_pb2 as pb
 from headrace_proto import replica_pb2_grpc

@@ -10,7 +10,7 @@ from grpc_reflection.v1alpha import reflection
 from headrace_base.address import host_port
 from headrace_router.access.tls_files import TlsFiles
 from headrace_router.api.grpc.call_shares import KEYLESS_CALLS, KEYLESS_WATCHERS, CallShares
-from headrace_router.api.grpc.health import Health
+from headrace_router.api.grpc.grpc_health import Health
 from headrace_router.api.grpc.inference_servicer import (
     SERVICE,
     InferenceService,

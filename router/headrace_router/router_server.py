@@ -15,10 +15,10 @@ from headrace_router.access.auth import Authenticator, check_exposure, check_met
 from headrace_router.access.key_files import KeyFiles
 from headrace_router.access.tls_files import TlsFiles
 from headrace_router.api.body_budget import BodyBudget
-from headrace_router.api.grpc.server import GrpcServer
+from headrace_router.api.grpc.grpc_server import GrpcServer
 from headrace_router.api.http.app import build_app, build_monitoring_app
 from headrace_router.api.http.body import BodyReader
-from headrace_router.api.http.server import HttpServer
+from headrace_router.api.http.http_server import HttpServer
 from headrace_router.api.listen import bind_http
 from headrace_router.api.services import Services
 from headrace_router.api.work_slices import WorkSlices
