@@ -14,14 +14,12 @@ from headrace_proto.control_pb2 import RouterInfo
 from headrace_router.access.auth import Authenticator, check_exposure, check_metrics_exposure
 from headrace_router.access.key_files import KeyFiles
 from headrace_router.access.tls_files import TlsFiles
-from headrace_router.api.body_budget import BodyBudget
 from headrace_router.api.grpc.grpc_server import GrpcServer
 from headrace_router.api.http.app import build_app, build_monitoring_app
 from headrace_router.api.http.body import BodyReader
 from headrace_router.api.http.http_server import HttpServer
 from headrace_router.api.listen import bind_http
-from headrace_router.api.services import Services
-from headrace_router.api.work_slices import WorkSlices
+from headrace_router.api.services import Services, WorkSlices
 from headrace_router.config import RouterConfig
 from headrace_router.core.account import AccountTable
 from headrace_router.core.fleet import Fleet
@@ -93,7 +91,6 @@ class RouterServer:
             placement=placement,
             preparer=Preparer(fleet, placement.schemes, config.limits, pool),
             bodies=BodyReader(config.limits, pool),
-            body_budget=BodyBudget(config.limits),
             slices=WorkSlices(),
             turns=Turns(),
             accounts=AccountTable(),
@@ -119,7 +116,7 @@ class RouterServer:
             if config.metrics_port is not None:
                 own = failed.enter_context(bind_http(self._metrics_host, config.metrics_port, flag="--metrics-port"))
                 tls = None if self._tls is None else self._tls.monitoring_context
-                self._monitoring = HttpServer(build_monitoring_app(self.services), own, config, tls)
+                self._monitoring = HttpServer(build_monitoring_app(self.services), own, config.limits, tls)
                 self.metrics_port = self._monitoring.port
                 failed.push_async_callback(self._monitoring.stop, 0.0)
             if config.share_port:
@@ -131,7 +128,7 @@ class RouterServer:
                 self.grpc_port = await self._grpc.start(config.host, config.grpc_port)
             failed.pop_all()
         tls = None if self._tls is None else self._tls.context
-        self._http = HttpServer(build_app(self.services), public, config, tls)
+        self._http = HttpServer(build_app(self.services), public, config.limits, tls)
         self.http_port = self._http.port
         if not config.share_port:
             self._connect_to_replicas()

@@ -48,7 +48,6 @@ CHAT_CORPUS: dict[str, tuple[bytes, int]] = {
     "hot": (_with(temperature=2.1), 400),
     "top_p below zero": (_with(top_p=-0.1), 400),
     "surrogate": (_raw('"user":"\\ud800"'), 400),
-    "duplicate key": (_raw('"n":1,"n":2'), 400),
     "depth 20000": (b'{"a":' * 20000 + b"1" + b"}" * 20000, 400),
     "depth 100": (_raw('"metadata":' + '{"a":' * 100 + "1" + "}" * 100), 400),
     "unknown model": (_with(model="gpt-9"), 404),

@@ -16,13 +16,10 @@ from openai.types.chat import completion_create_params as chat_create_params
 
 from headrace_router.core.errors import InvalidRequestError, UnsupportedError
 from headrace_router.core.limits import Limits
+from headrace_router.validation.api_page import api_page
 from headrace_router.validation.bodies import ChatBody, CompletionBody
 from headrace_router.validation.body_errors import MAX_NAME_CHARS, MAX_NAMES, IgnoredFields, parse_body
-from headrace_router.validation.fields.api_page import api_page
-from headrace_router.validation.fields.defaults import DEFAULTS
-from headrace_router.validation.fields.field_table import HONOURED, RESTRICTED, RestrictedField, same_json
-from headrace_router.validation.fields.scope import Scope
-from headrace_router.validation.fields.senders import SENDERS
+from headrace_router.validation.field_table import HONOURED, RESTRICTED, RestrictedField, Scope, same_json
 
 ROOT = Path(__file__).parents[2]
 ROWS = [(scope, row) for scope in Scope for row in RESTRICTED[scope].values()]
@@ -104,16 +101,8 @@ def test_each_row_states_the_behaviour(scope: Scope, row: RestrictedField) -> No
 
 
 @pytest.mark.parametrize("scope", Scope, ids=_ids)
-def test_each_field_is_declared_once_and_restricted_ones_have_a_sender(scope: Scope) -> None:
+def test_each_field_is_declared_once(scope: Scope) -> None:
     assert not HONOURED[scope] & RESTRICTED[scope].keys()
-    known = SENDERS[scope].keys()
-    assert known >= RESTRICTED[scope].keys(), "each field that is refused or ignored has a known sender"
-    assert known <= HONOURED[scope] | RESTRICTED[scope].keys(), "what a client sends is in one of the two"
-
-
-def test_each_optional_field_that_is_honoured_has_a_default() -> None:
-    fields = [(name, field) for scope in Scope for name, field in scope.model.model_fields.items()]
-    assert DEFAULTS.keys() == {name for name, field in fields if not field.is_required()}
 
 
 def test_the_fields_of_the_installed_openai_client_are_known() -> None:
@@ -140,7 +129,7 @@ def test_the_fields_of_the_installed_openai_client_are_known() -> None:
 
 def test_the_page_is_current() -> None:
     assert (ROOT / "docs/api.md").read_text() == api_page(), (
-        "run: python -m headrace_router.validation.fields > docs/api.md"
+        "run: python -m headrace_router.validation.api_page > docs/api.md"
     )
 
 

@@ -1,14 +1,9 @@
 """The public gRPC API: the same answers and errors as HTTP, with gRPC status codes."""
 
-import asyncio
-import contextlib
-from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 import pytest
-from grpc_health.v1.health_pb2 import HealthCheckRequest
-from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from headrace_proto.inference_pb2 import (
     ChatMessage,
@@ -121,49 +116,3 @@ def test_models_are_listed(shared: Any) -> None:
 
     (model,) = shared.call(call()).models
     assert (model.id, model.max_model_len) == ("tiny", 256)
-
-
-CHECK = "/grpc.health.v1.Health/Check"
-FLOOD = 200  # calls: more than a server with two places has
-
-
-@contextlib.asynccontextmanager
-async def _calls_without_request(port: int, method: str) -> AsyncIterator[None]:
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        make: Any = channel.stream_stream
-        calls = [make(method)() for _ in range(FLOOD)]
-        for one in calls:
-            await one.wait_for_connection()
-        yield
-
-
-@contextlib.asynccontextmanager
-async def _watchers(port: int) -> AsyncIterator[None]:
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        calls = [HealthStub(channel).Watch(HealthCheckRequest()) for _ in range(FLOOD)]  # type: ignore[no-untyped-call]
-        for one in calls:
-            with contextlib.suppress(grpc.aio.AioRpcError):
-                await one.read()
-        yield
-
-
-@pytest.mark.parametrize(
-    "flood", [lambda port: _calls_without_request(port, CHECK), _watchers], ids=["checks without request", "watches"]
-)
-def test_calls_without_a_key_take_no_place_of_one_with_a_key(harness: Any, make_replica: Any, flood: Any) -> None:
-    limits = {"max_concurrent_requests": 1, "max_queued_requests": 1}
-    harness.start([make_replica()], auth={"keys": ["first-key"]}, limits=limits)
-    port, key = harness.router.grpc_port, (("authorization", "Bearer first-key"),)
-
-    async def call() -> None:
-        async with flood(port), grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            health, inference = HealthStub(channel), InferenceStub(channel)  # type: ignore[no-untyped-call]
-            for _ in range(3):
-                assert (await inference.ListModels(ListModelsRequest(), metadata=key)).models
-                assert await health.Check(HealthCheckRequest(), metadata=key)
-                assert await health.Watch(HealthCheckRequest(), metadata=key).read()
-                request = GenerateRequest(model="tiny", chat=CHAT)
-                assert [event async for event in inference.Generate(request, metadata=key)]
-                await asyncio.sleep(0.05)
-
-    harness.call(call())

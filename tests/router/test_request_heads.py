@@ -87,24 +87,6 @@ def test_more_than_one_host_is_refused(send: Send, hosts: tuple[bytes, ...]) -> 
     assert STATUS.findall(send(_get(*(b"Host: " + host for host in hosts)))) == [b"400"]
 
 
-@pytest.mark.parametrize(
-    ("target", "host", "status"),
-    [
-        (b"http://evil.example/health", b"localhost", b"421"),
-        (b"http://localhost@evil.example/health", b"localhost", b"421"),
-        (b"http://evil.example?/localhost/health", b"localhost", b"400"),
-        (b"http://localhost/health", b"evil.example", b"200"),
-        (b"http://127.0.0.1:9/health", b"evil.example", b"200"),
-        (b"http://[::1]:9/health", b"evil.example", b"200"),
-        (b"/health?to=http://evil.example/", b"localhost", b"200"),
-        (b"/health?to=http://localhost/", b"evil.example", b"421"),
-    ],
-)
-def test_the_host_of_the_request_line_counts(send: Send, target: bytes, host: bytes, status: bytes) -> None:
-    assert STATUS.findall(send(_get(b"host: " + host, target=target))) == [status]
-    assert STATUS.findall(send(_get(b"host: " + host, H2C, target=target))) == [status]
-
-
 @pytest.fixture(scope="module")
 def keyed(tokenizer: Tokenizer) -> Iterator[Harness]:
     made = Harness()

@@ -169,7 +169,7 @@ def test_the_own_address_has_metrics_and_health_with_the_same_keys(start: Callab
         assert client.get("/metrics").status_code == 401
         assert client.get("/metrics", headers=KEY).text.startswith("#")
         assert client.get("/health/ready").status_code == 200
-        for method, path in (("POST", "/v1/completions"), ("GET", "/v1/models"), ("GET", "/openapi.json")):
+        for method, path in (("POST", "/v1/completions"), ("GET", "/v1/models"), ("GET", "/version")):
             assert client.request(method, path, headers=KEY).status_code == 404
             assert client.request(method, path).status_code == 401
 

@@ -194,27 +194,6 @@ def test_a_handshake_that_has_begun_before_the_router_accepts_succeeds(
         secure.close()
 
 
-def test_handshakes_are_bounded_in_number_and_time(start: Any, authority: Authority, eventually: Any) -> None:
-    router = start(limits={"connections_per_address": 3, "header_seconds": 0.5})
-    connections = router._http._server.server_state.connections
-    with contextlib.ExitStack() as opened:
-        idle = [opened.enter_context(socket.create_connection(("127.0.0.1", router.http_port), 5)) for _ in range(3)]
-        eventually(lambda: len(connections) == 3)
-        one_more = opened.enter_context(socket.create_connection(("127.0.0.1", router.http_port), 5))
-        with contextlib.suppress(ConnectionResetError):
-            assert one_more.recv(1) == b""
-        began = time.monotonic()
-        for connection in idle:
-            with contextlib.suppress(ConnectionResetError):
-                assert connection.recv(1) == b""
-        assert time.monotonic() - began < 3
-    eventually(lambda: not connections)
-    with _connected(router.http_port, _context(authority)) as connection:  # no request follows
-        assert connection.recv(1) == b""
-    with _openai(router, _context(authority)) as client:
-        assert client.models.list().data
-
-
 def test_files_that_cannot_be_used_are_named(authority: Authority, files: dict[str, Path], tmp_path: Path) -> None:
     other = authority.issue("other")
 
@@ -259,11 +238,11 @@ def test_files_with_which_no_client_could_connect_are_refused(authority: Authori
     with pytest.raises(TlsFileError, match="are no authorities"):
         check(client_ca=authority.issue("leaf")[0])
     loaded = TlsFiles(TlsConfig.model_validate(files))
-    before = loaded.context()
+    before = loaded.current.context
     for days, reason in (((-9, -2), "has expired on"), ((2, 9), "is valid from")):
         authority.days = days
         authority.issue("dated", **files)
         with pytest.raises(TlsFileError, match=reason):
             check()
-        assert not loaded.refresh() and loaded.context() is before, "the earlier one stays in use"
+        assert not loaded.refresh() and loaded.current.context is before, "the earlier one stays in use"
     assert TlsFiles(TlsConfig.model_validate(files)), "a restarted process uses what there is"

@@ -18,13 +18,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from headrace_base.errors import HeadraceError, ListenError
 from headrace_cluster.controller.operations import Operation
 from headrace_router.access.tls_files import TlsFiles
-from headrace_router.api.http.http_server import ACCEPTS_PER_TURN, ListeningServer
-from headrace_router.api.http.tls_protocol import http_protocol
+from headrace_router.api.http.http_server import http_config
 from headrace_router.core.limits import Limits
 
-# Of a few clients of one operator. All clients have one address: one without the key keeps its connection for a second,
-# or until 128 later ones need its place.
-ADMIN_LIMITS = Limits(connections=128, connections_per_address=128, header_seconds=1)
+ADMIN_LIMITS = Limits(connections=128, header_seconds=1, idle_seconds=5)  # of a few clients of one operator
 
 _HOSTS = {"127.0.0.1", "localhost", "[::1]"}
 
@@ -51,9 +48,6 @@ class Guard:
         elif len(keys) != 1 or not any([hmac.compare_digest(keys[0], b"Bearer " + key) for key in self._keys()]):
             response = _error(401, "the admin key is missing or wrong")
         else:
-            assign = scope.get("state", {}).get("assign_connection")  # only a server has connections
-            if assign is not None:
-                assign(None)
             await self._app(scope, receive, send)
             return
         response.headers["connection"] = "close"  # the rest of its body is not read
@@ -128,18 +122,7 @@ def listen(host: str, port: int, *, reserved: bool = False, flag: str = "--admin
 
 def admin_server(app: ASGIApp, tls: TlsFiles | None = None, limits: Limits = ADMIN_LIMITS) -> uvicorn.Server:
     """A server for one small API: no access log, no lifespan, short keep-alive. tls: None = plain HTTP."""
-    config = uvicorn.Config(
-        app,
-        http=http_protocol(limits, tls and tls.monitoring_context),  # type: ignore[arg-type]  # it is only called
-        ws="none",
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        server_header=False,
-        timeout_graceful_shutdown=1,
-        backlog=ACCEPTS_PER_TURN,
-    )
-    return ListeningServer(config)
+    return uvicorn.Server(http_config(app, limits, None if tls is None else tls.monitoring_context))
 
 
 def _without_port(host: str) -> str:

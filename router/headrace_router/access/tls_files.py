@@ -28,7 +28,7 @@ class LoadedTlsFiles:
     """What the files held at one time, for both kinds of server."""
 
     context: ssl.SSLContext
-    monitoring_context: ssl.SSLContext
+    monitoring_context: ssl.SSLContext  # clients need no certificate
     grpc: grpc.ServerCertificateConfiguration
     certificate: x509.Certificate  # the server's own
     authorities: list[x509.Certificate]  # of clients
@@ -42,14 +42,16 @@ class TlsFiles(WatchedFiles[LoadedTlsFiles]):
         self._require_client = config.client_ca is not None
         paths = (config.cert, config.key, config.client_ca)
         super().__init__("TLS files", paths, lambda: load_tls_files(config), partial(check_tls_files, config))
+        self.context, self.monitoring_context = self.current.context, self.current.monitoring_context
+        self.context.sni_callback = lambda tls, _name, _context: self._use(tls, self.current.context)
+        self.monitoring_context.sni_callback = lambda tls, _name, _context: self._use(
+            tls, self.current.monitoring_context
+        )
 
-    def context(self) -> ssl.SSLContext:
-        """For the next handshake."""
-        return self.current.context
-
-    def monitoring_context(self) -> ssl.SSLContext:
-        """As `context`; clients need no certificate."""
-        return self.current.monitoring_context
+    @staticmethod
+    def _use(handshake: ssl.SSLObject | ssl.SSLSocket, newest: ssl.SSLContext) -> None:
+        """A server keeps one context: OpenSSL asks here in each handshake, with a server name or without."""
+        handshake.context = newest
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
         """Of a gRPC server."""

@@ -4,14 +4,12 @@ import asyncio
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 from headrace_router.access.auth import Authenticator
-from headrace_router.api.body_budget import BodyBudget
 from headrace_router.api.http.body import BodyReader
-from headrace_router.api.work_slices import WorkSlices
 from headrace_router.config import RouterConfig
 from headrace_router.core.account import AccountTable, TimeAccount
 from headrace_router.core.errors import InvalidRequestError
@@ -24,6 +22,44 @@ from headrace_router.dispatch.router_metrics import RouterMetrics
 from headrace_router.dispatch.running_request import RunningRequest, Turns
 from headrace_router.text.model_card import ModelCard
 from headrace_router.text.tokenizer_pool import TokenizerPool
+
+SLICE_SECONDS = 0.002  # of formatting for one answer before others go on
+BLOCK_BYTES = 64 << 10  # of an answer that are written at a time
+
+
+class WorkSlices:
+    """Sends what generators produce: one slice per turn of the event loop, whatever the number of answers."""
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+
+    async def send(self, pieces: Iterator[bytes], send: Callable[[bytes], Awaitable[None]]) -> None:
+        """Sends pieces as they are made, in blocks of about 64 KiB. `send` waits while the client does not read."""
+        block, complete = take(pieces)
+        await send(block)
+        while not complete:
+            block, complete = await self.next(pieces)
+            await send(block)
+
+    async def next(self, pieces: Iterator[bytes]) -> tuple[bytes, bool]:
+        """One more slice of work: see `take`."""
+        async with self._turn:  # first come, first served
+            taken = take(pieces)
+            await asyncio.sleep(0)
+            return taken
+
+
+def take(pieces: Iterator[bytes]) -> tuple[bytes, bool]:
+    """What can be made in a slice, and whether it was the last."""
+    block: list[bytes] = []
+    size, end = 0, time.perf_counter() + SLICE_SECONDS
+    for piece in pieces:
+        block.append(piece)
+        size += len(piece)
+        if size >= BLOCK_BYTES or time.perf_counter() >= end:
+            return b"".join(block), False
+    return b"".join(block), True
+
 
 _VALID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 
@@ -62,7 +98,6 @@ class Services:
     pool: TokenizerPool
     preparer: Preparer
     bodies: BodyReader
-    body_budget: BodyBudget
     slices: WorkSlices
     turns: Turns
     accounts: AccountTable

@@ -4,13 +4,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from headrace_base.settings import flag
 
-TENANT_SHARE = 0.5  # of what all may have, for one tenant: HTTP connections, gRPC calls
-
 
 class Limits(BaseModel):
     """Checked before any work is done; part of the cluster spec. Sizes are bytes, times are seconds.
 
-    docs/limits.md lists the worst accepted input of each limit with its measured cost.
+    docs/limits.md has the table.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -20,12 +18,6 @@ class Limits(BaseModel):
         ge=1,
         description="of HTTP that are open at a time, and as many of gRPC",
         json_schema_extra=flag("--max-connections"),
-    )
-    connections_per_address: int = Field(
-        default=2048,
-        ge=1,
-        description="of HTTP from one client address (of IPv6: one /64 network)",
-        json_schema_extra=flag("--max-connections-per-address"),
     )
     header_seconds: float = Field(
         default=10,
@@ -53,14 +45,6 @@ class Limits(BaseModel):
         default=32 << 10, ge=1024, description="of one request's line and headers, and of its trailers"
     )
     body_bytes: int = Field(default=4 << 20, ge=1024, description="of one request body")
-    total_body_bytes: int = Field(
-        default=256 << 20, ge=1024, description="of all bodies until they are tokenized, HTTP and gRPC together"
-    )
-    body_values: int = Field(
-        default=1 << 17,
-        ge=1024,
-        description="numbers and strings in one body, counted before it is parsed; an object or array counts as 8",
-    )
     json_depth: int = Field(default=32, ge=4, description="of nested objects and arrays")
     messages: int = Field(default=2048, ge=1, description="of one chat")
     content_parts: int = Field(default=4096, ge=1, description="of all messages of one chat")

@@ -15,8 +15,7 @@ from headrace_router.core.errors import (
 )
 from headrace_router.core.limits import Limits
 from headrace_router.validation.bodies import ChatBody, CompletionBody
-from headrace_router.validation.fields.field_table import HONOURED, RESTRICTED
-from headrace_router.validation.fields.scope import Scope
+from headrace_router.validation.field_table import HONOURED, RESTRICTED, Scope
 
 HEADER = b"x-headrace-ignored-fields"
 MAX_NAMES = 16

@@ -9,18 +9,15 @@ from grpc_reflection.v1alpha import reflection
 
 from headrace_base.address import host_port
 from headrace_router.access.tls_files import TlsFiles
-from headrace_router.api.grpc.call_shares import KEYLESS_CALLS, KEYLESS_WATCHERS, CallShares
 from headrace_router.api.grpc.grpc_health import Health
 from headrace_router.api.grpc.inference_servicer import (
     SERVICE,
     InferenceService,
     KeyInterceptor,
-    SmallRequestInterceptor,
 )
 from headrace_router.api.listen import listen_error
 from headrace_router.api.services import Services
 from headrace_router.config import RouterConfig
-from headrace_router.core.limits import TENANT_SHARE
 
 PENDING_CALLS = 16_384
 
@@ -38,14 +35,11 @@ class GrpcServer:
     async def start(self, host: str, port: int) -> int:
         """Listens; returns the port. Raises ListenError."""
         limits = self._services.config.limits
-        # One tenant alone may have as many requests as are admitted.
-        requests = int((limits.max_concurrent_requests + limits.max_queued_requests) / TENANT_SHARE)
-        calls = requests + KEYLESS_WATCHERS + KEYLESS_CALLS
-        keys = KeyInterceptor(self._services.auth, CallShares(calls))
         self._server = grpc.aio.server(
-            interceptors=[keys, SmallRequestInterceptor(limits)],  # in this order: calls are counted before requests
+            interceptors=[KeyInterceptor(self._services.auth)],
             options=_options(self._services.config),
-            maximum_concurrent_rpcs=calls,
+            # Admission refuses requests beyond its bounds with a sentence; calls in all have twice as many places.
+            maximum_concurrent_rpcs=2 * (limits.max_concurrent_requests + limits.max_queued_requests),
         )
         self._server.add_generic_rpc_handlers((InferenceService(self._services).handler(),))
         add_HealthServicer_to_server(self._health, self._server)

@@ -1,9 +1,10 @@
 """The public gRPC API: the same validator, pipeline and errors as HTTP, in protobuf (proto/inference.proto)."""
 
 import asyncio
+import contextlib
 import functools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import grpc
@@ -31,11 +32,7 @@ from headrace_proto.inference_pb2 import (
 )
 from headrace_proto.replica_pb2 import TokenLogprobs
 from headrace_router.access.auth import Authenticator, Tenant
-from headrace_router.api.body_budget import BodyShare
-from headrace_router.api.grpc.call_shares import CallShares
 from headrace_router.api.grpc.grpc_health import HEALTH_PREFIX
-from headrace_router.api.grpc.send_watch import SendWatch
-from headrace_router.api.grpc.wire_size import WireError, check_values
 from headrace_router.api.http.body import SMALL_BYTES
 from headrace_router.api.services import Services, request_id, session_of
 from headrace_router.core.account import Cause, TimeAccount
@@ -52,9 +49,6 @@ from headrace_router.dispatch.prepare import count_choices
 from headrace_router.validation.bodies import ChatBody, CompletionBody
 from headrace_router.validation.body_errors import parse_body
 
-NAME_BYTES = 1024  # of a request that has a name at most
-HEALTH_SECONDS = 1.0  # for a request for health, which needs no key
-
 
 async def read_request(requests: AsyncIterator[bytes], seconds: float) -> bytes:
     """The one message of a call. Raises RequestTimeoutError."""
@@ -67,82 +61,6 @@ async def read_request(requests: AsyncIterator[bytes], seconds: float) -> bytes:
     raise RequestTimeoutError(f"The request did not arrive within {seconds:g} s.")
 
 
-class SmallRequestInterceptor(grpc.aio.ServerInterceptor):
-    """For every method with one small request, and for streams that stay open: health, reflection, ListModels."""
-
-    def __init__(self, limits: Limits) -> None:
-        self._seconds = limits.header_seconds
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        handler: Any = await continuation(handler_call_details)
-        if handler is None:
-            return None
-        health = handler_call_details.method.startswith(HEALTH_PREFIX)
-        seconds = min(self._seconds, HEALTH_SECONDS) if health else self._seconds
-        if handler.unary_unary is not None:
-            return grpc.stream_unary_rpc_method_handler(
-                _unary(handler, seconds), response_serializer=handler.response_serializer
-            )
-        if handler.unary_stream is not None:
-            return grpc.stream_stream_rpc_method_handler(
-                _stream(handler, seconds), response_serializer=handler.response_serializer
-            )
-        if handler.stream_stream is not None and handler.request_deserializer is not None:
-            return grpc.stream_stream_rpc_method_handler(
-                _bidirectional(handler), response_serializer=handler.response_serializer
-            )
-        return handler
-
-
-def _unary(handler: Any, seconds: float) -> Any:
-    async def call(requests: AsyncIterator[bytes], context: Any) -> Any:
-        return await handler.unary_unary(await _read(handler, requests, seconds, context), context)
-
-    return call
-
-
-def _stream(handler: Any, seconds: float) -> Any:
-    async def call(requests: AsyncIterator[bytes], context: Any) -> Any:
-        async for response in handler.unary_stream(await _read(handler, requests, seconds, context), context):
-            yield response
-
-    return call
-
-
-def _bidirectional(handler: Any) -> Any:
-    async def parsed(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
-        async for data in requests:
-            yield await _parse(handler, data, context)
-
-    async def call(requests: AsyncIterator[bytes], context: Any) -> Any:
-        async for response in handler.stream_stream(parsed(requests, context), context):
-            yield response
-
-    return call
-
-
-async def _read(handler: Any, requests: AsyncIterator[bytes], seconds: float, context: Any) -> Any:
-    try:
-        data = await read_request(requests, seconds)
-    except RequestTimeoutError as error:
-        return await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, error.message)
-    return await _parse(handler, data, context)
-
-
-async def _parse(handler: Any, data: bytes, context: Any) -> Any:
-    """A small request; the call ends with an error if the bytes are none, for which gRPC would log a traceback."""
-    if len(data) > NAME_BYTES:
-        await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"this request may have {NAME_BYTES} bytes")
-    try:
-        return handler.request_deserializer(data)
-    except DecodeError:
-        return await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "this is no message of this method")
-
-
 REQUEST_ID = "x-request-id"
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 
@@ -150,32 +68,20 @@ log = structlog.get_logger("headrace.router.grpc")
 
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):
-    """Every method but health needs a key when keys are set, reflection and unknown methods included.
+    """Every method but health needs a key when keys are set, reflection and unknown methods included."""
 
-    The calls of each key are counted, and so are those without a key.
-    """
-
-    def __init__(self, auth: Authenticator, shares: CallShares) -> None:
+    def __init__(self, auth: Authenticator) -> None:
         self._auth = auth
-        self._shares = shares
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        method = handler_call_details.method
         given = _authorization(handler_call_details.invocation_metadata)
-        tenant = self._auth.tenant(given)
-        handler = await continuation(handler_call_details)
-        if handler is not None and method.startswith(HEALTH_PREFIX) and (tenant is None or self._auth.open):
-            return self._shares.limited_without_key(handler)
-        if tenant is None:
-            sentence = "send a valid API key in the metadata 'authorization: Bearer KEY'"
-            return unauthenticated_handler(sentence)
-        if self._auth.open or handler is None:
-            return handler
-        return self._shares.limited(handler, tenant.name)
+        if handler_call_details.method.startswith(HEALTH_PREFIX) or self._auth.tenant(given) is not None:
+            return await continuation(handler_call_details)
+        return unauthenticated_handler("send a valid API key in the metadata 'authorization: Bearer KEY'")
 
 
 class InferenceService:
@@ -197,25 +103,23 @@ class InferenceService:
         }
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
-    async def Generate(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[GenerateEvent]:
-        disconnected = True  # unless the generator ends in one of the ways below
-        share: BodyShare | None = None
-        watch = SendWatch(self._services.config.limits.write_seconds)
+    async def Generate(self, requests: AsyncIterator[bytes], context: Any) -> None:
+        disconnected = True  # unless the call ends in one of the ways below
+        limits = self._services.config.limits
         label = _label(context.invocation_metadata())
         context.set_trailing_metadata(((REQUEST_ID, label),))
         try:
             tenant = self._tenant(context)
             session = session_of(context.invocation_metadata(), self._services.config)
-            share = self._services.body_budget.share(tenant.name)
-            data = await read_request(requests, self._services.config.limits.body_seconds)
-            share.add(len(data))
+            data = await read_request(requests, limits.body_seconds)
             body = await self._parse(data, tenant)
-            async for event in self._generate(body, tenant, share, session, label):
-                watch.sending = True
-                yield event
-                watch.sending = False
-                watch.sent += 1
+            async with contextlib.aclosing(self._generate(body, tenant, session, label)) as events:
+                async for event in events:
+                    async with asyncio.timeout(limits.write_seconds):
+                        await context.write(event)
             disconnected = False
+        except TimeoutError:  # the client does not read
+            raise asyncio.CancelledError from None
         except ApiError as error:
             disconnected = False
             await self._abort(context, error, label)
@@ -225,9 +129,6 @@ class InferenceService:
             failure = InternalError("The server failed on this request; its log has the details.")
             await self._abort(context, failure, label)
         finally:
-            watch.stop()
-            if share is not None:
-                share.release()
             if disconnected and not self._services.admission.ending:
                 self._services.metrics.cancelled.inc()
 
@@ -249,20 +150,20 @@ class InferenceService:
         return parse() if len(data) <= SMALL_BYTES else await self._services.pool.run(parse, tenant.name, len(data))
 
     async def _generate(
-        self, body: ChatBody | CompletionBody, tenant: Tenant, share: BodyShare, session: str, label: str
-    ) -> AsyncIterator[GenerateEvent]:
+        self, body: ChatBody | CompletionBody, tenant: Tenant, session: str, label: str
+    ) -> AsyncGenerator[GenerateEvent, None]:
         with self._services.account(label, label, time.monotonic()) as account:
-            async for event in self._answer(body, tenant, share, session, account):
-                yield event
+            async with contextlib.aclosing(self._answer(body, tenant, session, account)) as events:
+                async for event in events:
+                    yield event
 
     async def _answer(
-        self, body: ChatBody | CompletionBody, tenant: Tenant, share: BodyShare, session: str, account: TimeAccount
-    ) -> AsyncIterator[GenerateEvent]:
+        self, body: ChatBody | CompletionBody, tenant: Tenant, session: str, account: TimeAccount
+    ) -> AsyncGenerator[GenerateEvent, None]:
         services = self._services
         async with services.admission.admit(tenant, count_choices(body), body.priority or 0):
             account.enter(Cause.TOKENIZER, time.monotonic())
             request = await services.preparer.prepare(body, tenant, account.request_id, session)
-            share.release()
             async with services.run_request(request, account) as running:
                 waiting: GenerateEvent | None = None
                 while not running.done:
@@ -297,11 +198,10 @@ class InferenceService:
 
 def _body(data: bytes, limits: Limits) -> ChatBody | CompletionBody:
     """The request as the HTTP API's body, so that the same checks apply."""
-    check_values(data, GenerateRequest.DESCRIPTOR, limits.body_values)
     try:
         message = GenerateRequest.FromString(data)
     except DecodeError:
-        raise WireError("The message is not valid protobuf.") from None
+        raise InvalidRequestError("The message is not valid protobuf.") from None
     fields = _fields(message.options)
     fields["model"] = message.model or None
     kind = message.WhichOneof("input")

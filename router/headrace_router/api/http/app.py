@@ -1,44 +1,190 @@
-"""Builds the HTTP applications."""
+"""The HTTP applications: endpoints, their documentation, and an OpenAI error object for what goes wrong."""
 
+import functools
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
+from fastapi.openapi.utils import get_openapi
+from fastapi.responses import RedirectResponse
+from fastapi_offline import FastAPIOffline
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
 from headrace_router.access.auth import needs_local_host
-from headrace_router.api.http.endpoints import ENDPOINTS, MONITORING
-from headrace_router.api.http.endpoints.version import headrace_version
+from headrace_router.api.http.formats import ChatFormat, CompletionFormat, json_response
+from headrace_router.api.http.generation_response import generation_response
 from headrace_router.api.http.middleware import RequestMiddleware, error_response
 from headrace_router.api.services import Services
-from headrace_router.core.errors import ApiError, InvalidRequestError, MethodNotAllowedError, NotFoundError
+from headrace_router.core.errors import (
+    ApiError,
+    InvalidRequestError,
+    MethodNotAllowedError,
+    NoReplicaError,
+    NotFoundError,
+)
+from headrace_router.core.fleet import ServedModel
+from headrace_router.validation.bodies import ChatBody, CompletionBody
+
+_STOPPING = "The server is shutting down."
+_REFERENCE = "#/components/schemas/{model}"
 
 
 def build_app(services: Services) -> ASGIApp:
     """The ASGI application of a router: the middleware around the routes."""
-    app = FastAPI(
+    app = FastAPIOffline(
+        redoc_url=None,
+        static_url="/docs/static",
         title="Headrace",
         version=headrace_version(),
         description="OpenAI-compatible API of a Headrace cluster. Unknown and unsupported fields are refused by name.",
-        docs_url=None,
-        redoc_url=None,
-        openapi_url=None,
         redirect_slashes=False,
     )
-    for add in ENDPOINTS:
-        add(app, services)
+    app.openapi = functools.partial(_openapi, app)  # type: ignore[method-assign]
+    add_generation(app, services)
+    add_server(app, services)
+    add_health(app, services)
     config = services.config
     local_only = needs_local_host(config.host, config.auth)
     return _wrapped(app, services, local_only=local_only, origins=config.allowed_origins)
 
 
 def build_monitoring_app(services: Services) -> ASGIApp:
-    """Health and metrics only, with the same middleware: for a router's own address."""
+    """Health and metrics of this one router, with the same middleware: for an address of its own."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    for add in MONITORING:
-        add(app, services)
+    add_health(app, services)
     return _wrapped(app, services, metrics_need_key=not services.config.metrics_no_auth)
+
+
+def add_generation(app: FastAPI, services: Services) -> None:
+    """Chats and completions."""
+    chat_format = functools.partial(ChatFormat, reasoning_field=services.config.reasoning_field)
+
+    @app.post("/v1/chat/completions", tags=["generation"], summary="Answer a chat", openapi_extra=JsonBody(ChatBody))
+    async def chat_completions(request: Request) -> Response:
+        return await generation_response(services, request, ChatBody, chat_format)
+
+    @app.post("/v1/completions", tags=["generation"], summary="Continue a text", openapi_extra=JsonBody(CompletionBody))
+    async def completions(request: Request) -> Response:
+        return await generation_response(services, request, CompletionBody, CompletionFormat)
+
+
+def add_server(app: FastAPI, services: Services) -> None:
+    """The models, and the server itself."""
+
+    @app.get("/v1/models", tags=["models"], summary="List the models")
+    async def models() -> Response:
+        listed = [entry for model in services.fleet.models() for entry in _entries(model)]
+        return json_response({"object": "list", "data": listed})
+
+    @app.get("/v1/models/{model:path}", tags=["models"], summary="Describe one model")
+    async def model(model: str) -> Response:
+        found = services.fleet.model(model)
+        return json_response(next(entry for entry in _entries(found) if entry["id"] == model))
+
+    @app.get("/version", tags=["server"], summary="The version of Headrace")
+    async def version_route() -> Response:
+        return json_response({"version": headrace_version()})
+
+    @app.head("/", include_in_schema=False)
+    @app.get("/", include_in_schema=False)
+    async def root(request: Request) -> Response:
+        if "text/html" in request.headers.get("accept", ""):
+            return RedirectResponse("/docs", headers={"cache-control": "no-store"})
+        # Needs no key, so it contains nothing about this server.
+        return json_response({"api": "/v1", "docs": "/docs", "health": "/health"})
+
+
+def add_health(app: FastAPI, services: Services) -> None:
+    """Health and metrics: of one particular router, not of any router on a shared port."""
+
+    @app.get("/metrics", tags=["server"], summary="Prometheus metrics")
+    async def metrics(request: Request) -> Response:
+        given = request.headers
+        page, headers = await services.metrics.page(given.get("accept", ""), given.get("accept-encoding", ""))
+        return Response(page, headers=headers)
+
+    @app.head("/health/live", include_in_schema=False)
+    @app.get("/health/live", tags=["health"], summary="Whether the process is alive")
+    async def live() -> Response:
+        return json_response({"status": "live"})
+
+    @app.head("/health/accepting", include_in_schema=False)
+    @app.get("/health/accepting", tags=["health"], summary="Whether requests get an answer, if only 503")
+    async def accepting() -> Response:
+        """Also while no replica is ready: clients of a load balancer then get 503 with Retry-After."""
+        if not services.accepting:
+            closing = services.admission.ending
+            sentence = _STOPPING if closing else "The controller has sent no list of replicas yet."
+            return error_response(NoReplicaError(sentence))
+        return json_response({"status": "accepting"})
+
+    @app.head("/health/ready", include_in_schema=False)
+    @app.head("/health", include_in_schema=False)
+    @app.get("/health/ready", tags=["health"], summary="Whether requests are served")
+    @app.get("/health", tags=["health"], summary="Whether requests are served")
+    async def ready(model: str | None = None) -> Response:
+        """With `model`: whether requests for this model are served; a model without replicas is not ready alone."""
+        if not services.ready or (model is not None and not services.fleet.model_ready(model)):
+            closing = services.admission.ending
+            missing = "No model has a ready replica yet." if model is None else "The model has no ready replica."
+            sentence = _STOPPING if closing else missing
+            return error_response(NoReplicaError(sentence))  # not raised: a probe is not counted as a failed request
+        return json_response({"status": "ready"})
+
+
+def _entries(model: ServedModel) -> list[dict[str, Any]]:
+    """The model under its name and each of its aliases."""
+    return [
+        {
+            "id": name,
+            "object": "model",
+            "created": model.created,
+            "owned_by": "headrace",
+            "root": model.name,
+            "max_model_len": model.max_model_len,
+            "defaults": model.defaults,
+        }
+        for name in (model.name, *model.aliases)
+    ]
+
+
+def headrace_version() -> str:
+    """The installed version, or 0 in a source tree that was never installed."""
+    try:
+        return version("headrace")
+    except PackageNotFoundError:
+        return "0"
+
+
+class JsonBody(dict[str, Any]):
+    """The `openapi_extra` of a route with this body: its `requestBody`, as a reference into the components."""
+
+    def __init__(self, model: type[BaseModel]) -> None:
+        schema = {"$ref": _REFERENCE.format(model=model.__name__)}
+        super().__init__(requestBody={"required": True, "content": {"application/json": {"schema": schema}}})
+        self.model = model
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    """The OpenAPI document, built once. Routes parse bodies without FastAPI, so their schemas are added here."""
+    if app.openapi_schema is None:
+        document = get_openapi(title=app.title, version=app.version, routes=app.routes, description=app.description)
+        components = document.setdefault("components", {})
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer", "description": "an API key"}}
+        document["security"] = [{}, {"key": []}]  # `Authorize` on /docs asks for it
+        schemas = components.setdefault("schemas", {})
+        for route in app.routes:
+            body = getattr(route, "openapi_extra", None)
+            if isinstance(body, JsonBody):
+                schema = body.model.model_json_schema(ref_template=_REFERENCE)
+                schemas.update(schema.pop("$defs", {}))
+                schemas[body.model.__name__] = schema
+        app.openapi_schema = document
+    return app.openapi_schema
 
 
 def _wrapped(

@@ -13,10 +13,8 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from headrace_router.access.auth import Tenant
-from headrace_router.api.body_budget import BodyShare
 from headrace_router.api.http.formats import DONE, KEEP_ALIVE, Format, event
-from headrace_router.api.services import Services, session_of
-from headrace_router.api.work_slices import take
+from headrace_router.api.services import Services, session_of, take
 from headrace_router.core.account import Cause, TimeAccount
 from headrace_router.core.errors import ApiError
 from headrace_router.dispatch.choice import ChoiceUpdate
@@ -50,20 +48,12 @@ async def generation_response(
     collected = ignored if config.unknown_fields == "ignore" else None
     tenant, label = request.state.tenant, request.state.label
     session = session_of(request.scope["headers"], config)
-    share = services.body_budget.share(tenant.name)
-    try:
-        body = await services.bodies.read(
-            request, share, lambda value: parse_body(kind, value, config.limits, collected)
-        )
-    except BaseException:
-        share.release()
-        raise
+    body = await services.bodies.read(request, lambda value: parse_body(kind, value, config.limits, collected))
     return GenerationResponse(
         services,
         tenant,
         label,
         body,
-        share,
         functools.partial(make_format, body),
         session=session,
         arrived=request.state.arrived,
@@ -84,7 +74,6 @@ class GenerationResponse(Response):
         tenant: Tenant,
         label: str,
         body: ChatBody | CompletionBody,
-        share: BodyShare,
         make_format: Callable[[RunningRequest, str, int], Format],
         *,
         session: str = "",
@@ -92,7 +81,7 @@ class GenerationResponse(Response):
         write_part: Callable[[bytes], bool],
         headers: Headers = (),
     ) -> None:
-        """share: released when the body is tokenized. session: for placement. arrived: on the clock of time.monotonic.
+        """session: for placement. arrived: on the clock of time.monotonic.
 
         write_part: of a stream that has begun, without ASGI's messages; False if a message is needed. headers: added to
         the response's own; not to an error's.
@@ -105,7 +94,6 @@ class GenerationResponse(Response):
         self._arrived = arrived
         self._write_part = write_part
         self._body = body
-        self._share = share
         self._make_format = make_format
         self._extra_headers = headers
 
@@ -115,7 +103,6 @@ class GenerationResponse(Response):
         try:
             await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            self._share.release()
             watch.cancel()
             disconnected = not work.done()
             if disconnected:
@@ -137,7 +124,6 @@ class GenerationResponse(Response):
             request = await services.preparer.prepare(
                 self._body, self._tenant, self._label, self._session, whole=not self._body.stream
             )
-            self._share.release()
             async with services.run_request(request, account) as running:
                 response_format = self._make_format(running, answer_id, int(time.time()))
                 if self._body.stream:

@@ -4,41 +4,47 @@ import asyncio
 import contextlib
 import select
 import socket
+import ssl
 from collections.abc import Generator
 
 import uvicorn
 from starlette.types import ASGIApp
 
-from headrace_router.api.http.tls_protocol import TlsContext, http_protocol
-from headrace_router.api.listen import BACKLOG
-from headrace_router.config import RouterConfig
+from headrace_router.api.http.protocol import BoundedProtocol
+from headrace_router.core.limits import Limits
 
-ACCEPTS_PER_TURN = 8  # of the event loop
 QUIET_POLL_SECONDS = 0.02
 ABORT_SECONDS = 1.0  # for requests to end after their connection was aborted
+
+
+def http_config(app: ASGIApp, limits: Limits, tls: ssl.SSLContext | None = None) -> uvicorn.Config:
+    """uvicorn's settings: our bounds, no access log, no lifespan. tls: None = plain HTTP."""
+    return uvicorn.Config(
+        app,
+        http=type("LimitedProtocol", (BoundedProtocol,), {"limits": limits}),
+        ssl_context_factory=None if tls is None else lambda _config, _default: tls,
+        loop="asyncio",
+        ws="none",
+        lifespan="off",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        # uvicorn declares whole seconds, and hands them to call_later.
+        timeout_keep_alive=limits.idle_seconds,  # type: ignore[arg-type]
+        timeout_graceful_shutdown=1,
+    )
 
 
 class HttpServer:
     """Serves one application. Of one event loop."""
 
     def __init__(
-        self, app: ASGIApp, listening: socket.socket, config: RouterConfig, tls: TlsContext | None = None
+        self, app: ASGIApp, listening: socket.socket, limits: Limits, tls: ssl.SSLContext | None = None
     ) -> None:
         """tls: None = plain HTTP."""
         self.port = int(listening.getsockname()[1])
-        options = uvicorn.Config(
-            app,
-            http=http_protocol(config.limits, tls),  # type: ignore[arg-type]  # it is only called
-            loop="asyncio",
-            ws="none",
-            lifespan="off",
-            access_log=False,
-            log_config=None,
-            server_header=False,
-            # uvicorn declares whole seconds, and hands them to call_later.
-            timeout_keep_alive=config.limits.idle_seconds,  # type: ignore[arg-type]
-            backlog=ACCEPTS_PER_TURN,
-        )
+        options = http_config(app, limits, tls)
+        options.timeout_graceful_shutdown = None  # `stop` has its own
         self._server = _QuietServer(options)
         self._task = asyncio.create_task(self._server.serve(sockets=[listening]))
 
@@ -75,16 +81,7 @@ class HttpServer:
             await asyncio.wait({self._task})
 
 
-class ListeningServer(uvicorn.Server):
-    """uvicorn with a long queue of connections, of which some are accepted in a turn: `backlog` of its Config."""
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        for listening in sockets or ():
-            listening.listen(BACKLOG)  # asyncio takes one number for this queue and for what it accepts in a turn
-
-
-class _QuietServer(ListeningServer):
+class _QuietServer(uvicorn.Server):
     """Without uvicorn's signal handlers: the process decides when to stop."""
 
     @contextlib.contextmanager

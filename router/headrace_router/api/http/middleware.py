@@ -15,8 +15,11 @@ from headrace_router.api.services import request_id
 from headrace_router.core.errors import ApiError, AuthenticationError, HostError, InternalError
 from headrace_router.dispatch.router_metrics import RouterMetrics
 
-# /docs is a static page: the document that it renders is at /openapi.json, which needs a key.
-PUBLIC_PATHS = frozenset({b"/", b"/health", b"/health/accepting", b"/health/live", b"/health/ready", b"/docs"})
+# The documentation is static: /openapi.json describes the API, and nothing of this server.
+PUBLIC_PATHS = frozenset(
+    {b"/", b"/health", b"/health/accepting", b"/health/live", b"/health/ready", b"/docs", b"/openapi.json"}
+    | {b"/docs/static/" + name for name in (b"swagger-ui-bundle.js", b"swagger-ui.css", b"favicon.png")}
+)
 METRICS = "/metrics"
 EXPOSED_HEADERS = ("retry-after", "x-request-id", "x-headrace-ignored-fields")  # that pages may read, too
 
@@ -71,7 +74,7 @@ class RequestMiddleware:
                 state["started"] = True
                 message["headers"] = [*message["headers"], (b"x-request-id", label)]
                 # The rest of an unread body is not read.
-                last = state["over_share"] or body_is_unread() or self._ending()
+                last = body_is_unread() or self._ending()
                 if last:
                     message["headers"].append((b"connection", b"close"))
             await send(message)
@@ -80,7 +83,7 @@ class RequestMiddleware:
 
         state: dict[str, Any] = scope.setdefault("state", {})
         state["label"], state["arrived"] = label.decode(), time.monotonic()
-        state["started"] = state["over_share"] = False
+        state["started"] = False
         body_is_unread = state["body_is_unread"]  # from the connection (`protocol.py`)
         await self._within(scope, receive, send_with_id)
 
@@ -89,9 +92,7 @@ class RequestMiddleware:
         headers, state = dict(scope["headers"]), scope["state"]
         try:
             self._check_host(headers.get(b"host"))
-            tenant = state["tenant"] = self._tenant(scope, headers)
-            if tenant is not None:
-                state["over_share"] = not state["assign_connection"](None if self._auth.open else tenant.name)
+            state["tenant"] = self._tenant(scope, headers)
             await self._app(scope, receive, send)
         except ApiError as error:
             if not state["started"]:

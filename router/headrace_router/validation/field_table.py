@@ -1,13 +1,43 @@
 """Every known field, by scope: honoured (declared in the pydantic models) or restricted (the tables here)."""
 
 from dataclasses import dataclass
-from enum import Flag, auto
+from enum import Enum, Flag, auto
 from typing import Any
 
 import orjson
+from pydantic import BaseModel
 
 from headrace_router.core.errors import InvalidValueError, UnsupportedError
-from headrace_router.validation.fields.scope import Scope
+from headrace_router.validation.bodies import ChatBody, ChatMessage, CompletionBody, StreamOptions, TextPart
+
+
+class Scope(Enum):
+    """An object of a request; the value is the prefix of its fields' paths."""
+
+    CHAT = "chat"
+    COMPLETIONS = "completions"
+    STREAM_OPTIONS = "stream_options"
+    MESSAGE = "messages[]"
+    PART = "messages[].content[]"
+
+    @property
+    def model(self) -> type[BaseModel]:
+        """The pydantic model, which declares the honoured fields."""
+        return _MODELS[self]
+
+    @property
+    def max_fields(self) -> int:
+        """The most fields of one object: bounds the work on unknown fields."""
+        return 100 if self in (Scope.CHAT, Scope.COMPLETIONS) else 32
+
+
+_MODELS: dict[Scope, type[BaseModel]] = {
+    Scope.CHAT: ChatBody,
+    Scope.COMPLETIONS: CompletionBody,
+    Scope.STREAM_OPTIONS: StreamOptions,
+    Scope.MESSAGE: ChatMessage,
+    Scope.PART: TextPart,
+}
 
 
 class JsonKind(Flag):
