@@ -26,10 +26,9 @@ from headrace_router.core.fleet import Fleet
 from headrace_router.core.policy import POLICIES
 from headrace_router.core.prefix_index import PrefixIndex
 from headrace_router.dispatch.admission import Admission
-from headrace_router.dispatch.placement_report import placement_report
 from headrace_router.dispatch.prepare import Preparer
-from headrace_router.dispatch.router_metrics import RouterMetrics
-from headrace_router.dispatch.running_request import MeasuredPlacement, Turns
+from headrace_router.dispatch.router_metrics import MeasuredPlacement, RouterMetrics, placement_report
+from headrace_router.dispatch.running_request import Turns
 from headrace_router.event_loop import exempt_from_collection
 from headrace_router.replicas.card_cache import CardCache
 from headrace_router.replicas.membership import static_list, watch_controller

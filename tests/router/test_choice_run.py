@@ -144,7 +144,7 @@ class Scenario:
             "m", max_attempts=3, migration_limit=migration_limit, patience=5.0
         )
         self.refuses = 0  # further calls of `place` that must wait
-        self.run = ChoiceRun(request, self.output, self, retry, self.clock, self)
+        self.run = ChoiceRun(request, self.output, self, retry, self.clock, (self,))
         self.run.begin()
 
     def __getitem__(self, name: str) -> FakeReplica:
@@ -438,7 +438,7 @@ class Siblings:
         for output in (self.first.output, *(ChoiceOutput(None) for _ in range(count - 1))):
             retry: RetryState[ReplicaState[None]] = RetryState("m", max_attempts=3, migration_limit=3, patience=5.0)
             leader = self.runs[0] if self.runs else None
-            self.runs.append(ChoiceRun(request, output, self.first, retry, self.clock, self.first, leader))
+            self.runs.append(ChoiceRun(request, output, self.first, retry, self.clock, (self.first,), leader))
         for run in self.runs:
             run.begin()
 

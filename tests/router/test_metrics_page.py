@@ -12,8 +12,7 @@ import yaml
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from headrace_router.core.placement import Decision, KvSource, Placed
-from headrace_router.dispatch.router_metrics import PLACEMENT_REASONS
-from headrace_router.dispatch.running_request import placement_reason
+from headrace_router.dispatch.router_metrics import PLACEMENT_REASONS, placement_reason
 
 PAGE = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
 (CONFIG,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)

@@ -12,7 +12,7 @@ from headrace_router.core.placement import Placed
 
 
 class ReplayedRequest:
-    """The output and the listener of its choice run."""
+    """The output of its choice run, and a listener beside `recorder`, which writes its account."""
 
     def __init__(self, time: VirtualTime, traced: TraceRequest, ended: Callable[["ReplayedRequest"], None]) -> None:
         """ended: called once, when the answer is complete or has failed."""
@@ -29,7 +29,7 @@ class ReplayedRequest:
         self.failure: Exception | None = None
         self.account = TimeAccount("", time.now)
         self.account.enter(Cause.PLACEMENT, time.now)
-        self._recorder = Recorder(self.account)
+        self.recorder = Recorder(self.account, lambda: time.now)
         self._time = time
         self._ended = ended
         self._tokens: list[int] = []
@@ -67,7 +67,6 @@ class ReplayedRequest:
         if placed.source is not None:
             self.fetched = self.fetched or placed.source.cached_only
             self.prefilled = self.prefilled or not placed.source.cached_only
-        self._recorder.placed(placed, self._time.now)
 
     def add_tokens(
         self, attempt: Attempt, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], finish: int, error: str
@@ -76,16 +75,14 @@ class ReplayedRequest:
             self.first_token = self._time.now
             self.cached_tokens = attempt.cached_tokens
         if token_ids:
-            self._recorder.tokens(attempt, self._time.now)
             self.last_token = self._time.now
         self._tokens += token_ids
         self._finished = finish != FINISH_NONE
 
     def left(self, replica_id: str, outcome: Outcome, begun: bool) -> None:
-        self._recorder.left(self._time.now)
+        """The next placement is counted when it is made."""
 
     def ended(self, attempt: Attempt | None, failure: Exception | None) -> None:
         self.failure = failure
-        self._recorder.ended(attempt, self._time.now)
         self.account.enter(Cause.CLIENT, self._time.now)
         self._ended(self)

@@ -108,7 +108,7 @@ class TraceRouter:
             session=traced.session,
         )
         retry: RetryState[ReplicaState[str]] = RetryState(model, 3, 3, 30.0, self._random.random)
-        run = ChoiceRun(choice, request, self.placement, retry, self._timers, request)
+        run = ChoiceRun(choice, request, self.placement, retry, self._timers, (request.recorder, request))
         began = perf_counter()
         run.begin()
         self.decision_seconds.append(perf_counter() - began)

@@ -16,8 +16,7 @@ from headrace_router.core.errors import InvalidRequestError
 from headrace_router.core.fleet import Fleet
 from headrace_router.core.placement import FleetPlacement
 from headrace_router.dispatch.admission import Admission
-from headrace_router.dispatch.prepare import Preparer
-from headrace_router.dispatch.request import GenerationRequest
+from headrace_router.dispatch.prepare import GenerationRequest, Preparer
 from headrace_router.dispatch.router_metrics import RouterMetrics
 from headrace_router.dispatch.running_request import RunningRequest, Turns
 from headrace_router.text.model_card import ModelCard

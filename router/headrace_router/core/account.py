@@ -4,12 +4,12 @@ A request is in one phase at any time. A phase at a replica is divided when it e
 several choices the first one is followed; what the others take after its end is a cause of its own.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, StrEnum
 from typing import Any
 
-from headrace_proto.replica_pb2 import AttemptTimes
-from headrace_router.core.attempt import Attempt
+from headrace_proto.replica_pb2 import AttemptTimes, TokenLogprobs
+from headrace_router.core.attempt import Attempt, Outcome
 from headrace_router.core.placement import Decision, Placed
 from headrace_router.core.replica_state import ReplicaState
 
@@ -307,33 +307,32 @@ class AccountTable:
 
 
 class Recorder:
-    """Writes what the run of a choice reports into the account of its request."""
+    """A `RunListener` that writes what the run of a choice reports into the account of its request."""
 
-    def __init__(self, account: TimeAccount) -> None:
-        self.account = account
+    def __init__(self, account: TimeAccount, clock: Callable[[], float]) -> None:
+        self._account = account
+        self._clock = clock
         self._replica: ReplicaState[Any] | None = None
         self._started = False  # the attempt has sent tokens
 
-    def placed(self, placed: Placed[Any], now: float) -> None:
-        """An attempt begins."""
+    def placed(self, placed: Placed[Any]) -> None:
         self._replica, self._started = placed.replica, False
-        self.account.placed(placed.decision, now)
+        self._account.placed(placed.decision, self._clock())
 
-    def tokens(self, attempt: Attempt, now: float) -> None:
-        """The attempt has sent tokens."""
-        if not self._started:
+    def add_tokens(
+        self, attempt: Attempt, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], finish: int, error: str
+    ) -> None:
+        if token_ids and not self._started:
             self._started = True
             queued = attempt.queue_seconds or 0.0
-            self.account.tokens(now, queued=queued, times=attempt.times, slowness=self._slowness)
+            self._account.tokens(self._clock(), queued=queued, times=attempt.times, slowness=self._slowness)
 
-    def left(self, now: float) -> None:
-        """The attempt was refused, lost or moved."""
-        self.account.left(now)
+    def left(self, replica_id: str, outcome: Outcome, begun: bool) -> None:
+        self._account.left(self._clock())
 
-    def ended(self, attempt: Attempt | None, now: float) -> None:
-        """The choice is complete, or failed."""
+    def ended(self, attempt: Attempt | None, failure: Exception | None) -> None:
         times, preemptions = (attempt.times, attempt.preemptions) if attempt is not None else (None, 0)
-        self.account.answered(now, times=times, slowness=self._slowness, preemptions=preemptions)
+        self._account.answered(self._clock(), times=times, slowness=self._slowness, preemptions=preemptions)
 
     @property
     def _slowness(self) -> float:

@@ -100,10 +100,10 @@ class ChoiceRun(Generic[C]):
         placement: Placement[C],
         retry: RetryState[ReplicaState[C]],
         timers: Timers,
-        listener: RunListener,
+        listeners: Sequence[RunListener],
         leader: "ChoiceRun[C] | None" = None,
     ) -> None:
-        """leader: the run of the prompt's first choice; None = this one."""
+        """listeners: each gets every event, in order. leader: the run of the prompt's first choice; None = this one."""
         self.attempt: Attempt | None = None  # the running one
         self.replica: ReplicaState[C] | None = None  # that runs it
         self.prompt: SharedPrompt[C] = leader.prompt if leader else SharedPrompt(len(request.prompt_token_ids))
@@ -112,7 +112,7 @@ class ChoiceRun(Generic[C]):
         self._placement = placement
         self._retry = retry
         self._timers = timers
-        self._listener = listener
+        self._listeners = listeners
         self._began = 0.0
         self._ended = False
         self._cancel_next: Callable[[], None] | None = None
@@ -176,7 +176,8 @@ class ChoiceRun(Generic[C]):
         holder = self._holder(placed.replica)
         if holder is not None:
             placed = placed.fetching_from(holder)
-        self._listener.placed(placed)
+        for listener in self._listeners:
+            listener.placed(placed)
         self._submit(placed)
 
     def _wait(self, seconds: float) -> None:
@@ -238,7 +239,8 @@ class ChoiceRun(Generic[C]):
         assert attempt is not None
         if not self._producing:
             self._start_producing(attempt)
-        self._listener.add_tokens(attempt, token_ids, logprobs, finish, error)
+        for listener in self._listeners:
+            listener.add_tokens(attempt, token_ids, logprobs, finish, error)
         if self._output.done and not finish:
             attempt.end(Outcome.FINISHED)  # a stop string: the replica would continue
 
@@ -291,7 +293,8 @@ class ChoiceRun(Generic[C]):
             if outcome is Outcome.NOT_FINITE:
                 self._in_doubt = True
             self._retry.ended(replica, outcome, begun, failed=self._replica_failed)
-        self._listener.left(replica.replica_id, outcome, begun)
+        for listener in self._listeners:
+            listener.left(replica.replica_id, outcome, begun)
         self._place()
 
     def _expire(self) -> None:
@@ -311,7 +314,8 @@ class ChoiceRun(Generic[C]):
             if failure is None:
                 self._placement.finished(self._request, self._output_tokens)
             self._close()
-            self._listener.ended(attempt, failure)
+            for listener in self._listeners:
+                listener.ended(attempt, failure)
             self._release_prompt(failure)
 
     def _release_prompt(self, failure: Exception | None = None) -> None:

@@ -89,6 +89,11 @@ class ChoiceUpdate:
         self.finish_reason = later.finish_reason
 
 
+def is_first(choice: ChoiceRequest) -> bool:
+    """Whether it is the first of the choices of its prompt."""
+    return choice.sampling.choice_index == 0
+
+
 class Choice:
     """State of one choice across its attempts; a migration continues from its tokens so far."""
 

@@ -2,8 +2,8 @@
 
 import functools
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 from headrace_base.errors import counted
@@ -14,15 +14,15 @@ from headrace_router.core.errors import ContextLengthError, InvalidRequestError,
 from headrace_router.core.fleet import Fleet
 from headrace_router.core.limits import Limits
 from headrace_router.core.policy.interface import ChoiceRequest
-from headrace_router.core.replica_blocks import HashScheme
+from headrace_router.core.replica_blocks import HashScheme, PromptBlocks
 from headrace_router.core.sampling_options import API_DEFAULTS
 from headrace_router.dispatch.answer_grammar import AnswerGrammars
-from headrace_router.dispatch.request import GenerationRequest, HashedPrompt, PromptHasher
-from headrace_router.text.model_card import ChatForm, ModelCard
+from headrace_router.dispatch.choice import is_first
+from headrace_router.text.model_card import ModelCard
 from headrace_router.text.prompt_text import names, strings
 from headrace_router.text.tokenizer_pool import TokenizerPool
 from headrace_router.validation.bodies import ChatBody, CompletionBody, RequestOptions
-from headrace_router.validation.tool_use import ToolUse, grammar_of, template_message, tools_of
+from headrace_router.validation.tool_use import grammar_of, template_message, tools_of
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions, unless the model has one
 UINT64 = 1 << 64
@@ -30,6 +30,45 @@ UINT64 = 1 << 64
 # drawn here.
 _OWN = {"bad_words", "logit_bias", "prompt_logprobs", "seed"}
 _SENT = RequestOptions.model_fields.keys() & {*Sampling.DESCRIPTOR.fields_by_name} - _OWN
+
+
+@dataclass(frozen=True, slots=True)
+class HashedPrompt:
+    """The tokens of a prompt, and its blocks by each scheme."""
+
+    token_ids: list[int]
+    blocks: Mapping[HashScheme, PromptBlocks]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptHasher:
+    """Hashes the KV blocks of a tenant's prompts as the replicas do. The tenant's salt is in every hash."""
+
+    schemes: Collection[HashScheme]
+    tenant: Tenant
+
+    def prompt(self, token_ids: list[int]) -> HashedPrompt:
+        """Slow: call it off the event loop."""
+        return HashedPrompt(token_ids, {scheme: scheme.blocks(self.tenant.salt, token_ids) for scheme in self.schemes})
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """The input of a generation. `label` is the client's request id: for logs, never a key."""
+
+    card: ModelCard
+    label: str
+    choices: list[ChoiceRequest]
+    stop: tuple[str, ...]
+    echoes: tuple[str, ...] = ()  # the prompt's text per choice, when the answer repeats it
+    parser: Callable[[], AnswerParser] | None = None  # for each choice, where an answer is more than text
+    calls_before: int = 0  # of tools in the chat: some models count them
+    special: bool = False  # special tokens stay in the text
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of all prompts, each counted once for all of its choices, as OpenAI counts."""
+        return sum(len(choice.prompt_token_ids) for choice in self.choices if is_first(choice))
 
 
 class Preparer:
@@ -56,27 +95,16 @@ class Preparer:
 
         Raises ApiError; nothing was sent to a replica yet.
         """
-        constraint, field = grammar_of(body, self._limits.grammar_bytes)
-        if isinstance(body, ChatBody):
-            request, form, used, thinking = await self._chat(body, tenant, label, whole)
-            grammar = await self._grammars.of_chat(request.card, form, tenant, used, constraint, field, thinking)
-        else:
-            request = await self._completion(body, tenant, label)
-            grammar = await self._grammars.checked(request.card, tenant, constraint, field)
-        if grammar:
-            request = replace(request, choices=[replace(choice, grammar=grammar) for choice in request.choices])
         if not session:
             session = (isinstance(body, ChatBody) and body.prompt_cache_key) or body.session_id or ""
-        if session:
-            session = f"{tenant.name}/{session}"
-            request = replace(request, choices=[replace(choice, session=session) for choice in request.choices])
-        return request
+        session = f"{tenant.name}/{session}" if session else ""
+        if isinstance(body, ChatBody):
+            return await self._chat(body, tenant, label, session, whole)
+        return await self._completion(body, tenant, label, session)
 
-    async def _chat(
-        self, body: ChatBody, tenant: Tenant, label: str, whole: bool
-    ) -> tuple[GenerationRequest, ChatForm, ToolUse | None, bool]:
-        """The request, the form of the chat, its tools, and whether its answer begins inside of the reasoning."""
+    async def _chat(self, body: ChatBody, tenant: Tenant, label: str, session: str, whole: bool) -> GenerationRequest:
         limits = self._limits
+        constraint, field = grammar_of(body, limits.grammar_bytes)
         messages = [template_message(message) for message in body.messages]
         used = tools_of(body)
         options = _template_options(body)
@@ -87,17 +115,7 @@ class Preparer:
         self._check_chars(chars, "messages")
         for text in given:
             _check_text(text, "messages")
-        _at_most(len(body.metadata or {}), limits.metadata_entries, "metadata", "entries")
-        self._check_labels(body.metadata or {})
-        self._check_labels({"user": body.user, "safety_identifier": body.safety_identifier})
-        self._check_labels({"prompt_cache_key": body.prompt_cache_key, "session_id": body.session_id})
-        if body.top_logprobs and not body.logprobs:
-            raise InvalidRequestError("'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs")
-        if body.max_tokens and body.max_completion_tokens and body.max_tokens != body.max_completion_tokens:
-            raise InvalidRequestError(
-                "'max_tokens' and 'max_completion_tokens' differ: send one of them.", param="max_completion_tokens"
-            )
-        self._check_stream(body)
+        self._check_chat(body)
         card = self._fleet.card(body.model)
         sampling = await self._sampling(body, card, tenant, (body.top_logprobs or 0) if body.logprobs else None)
         hasher = PromptHasher(self._schemes(card.model, card.revision), tenant)
@@ -109,27 +127,48 @@ class Preparer:
             return hasher.prompt(token_ids[kept]), thinking
 
         prompt, thinking = await self._pool.run(encode, tenant.name, chars)
+        lengths = self._lengths(body, card, [prompt], sampling, asked, None)
         form = card.form(options)
-        request = self._request(body, card, [prompt], sampling, asked, None, tenant, label)
+        grammar = await self._grammars.of_chat(card, form, tenant, used, constraint, field, thinking)
+        special = body.skip_special_tokens is False
         calls = used is not None and used.offered and form.syntax.tools is not None
+        parser = None
         if calls or form.syntax.reasoning is not None:
-            request = replace(
-                request,
-                calls_before=sum(len(message.tool_calls or ()) for message in body.messages),
-                parser=functools.partial(
-                    AnswerParser,
-                    form.syntax,
-                    used.schemas if used is not None and calls else None,
-                    custom=used.custom if used is not None else (),
-                    thinking=thinking,
-                    one_call=used is not None and (used.one_call or not form.template.takes_several_calls),
-                    whole=whole,
-                    special=request.special,
-                ),
+            parser = functools.partial(
+                AnswerParser,
+                form.syntax,
+                used.schemas if used is not None and calls else None,
+                custom=used.custom if used is not None else (),
+                thinking=thinking,
+                one_call=used is not None and (used.one_call or not form.template.takes_several_calls),
+                whole=whole,
+                special=special,
             )
-        return request, form, used, thinking
+        return GenerationRequest(
+            card,
+            label,
+            self._choices(body, card, [prompt], lengths, sampling, tenant, label, session, grammar),
+            _stops(body.stop),
+            parser=parser,
+            calls_before=sum(len(message.tool_calls or ()) for message in body.messages),
+            special=special,
+        )
 
-    async def _completion(self, body: CompletionBody, tenant: Tenant, label: str) -> GenerationRequest:
+    def _check_chat(self, body: ChatBody) -> None:
+        _at_most(len(body.metadata or {}), self._limits.metadata_entries, "metadata", "entries")
+        self._check_labels(body.metadata or {})
+        self._check_labels({"user": body.user, "safety_identifier": body.safety_identifier})
+        self._check_labels({"prompt_cache_key": body.prompt_cache_key, "session_id": body.session_id})
+        if body.top_logprobs and not body.logprobs:
+            raise InvalidRequestError("'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs")
+        if body.max_tokens and body.max_completion_tokens and body.max_tokens != body.max_completion_tokens:
+            raise InvalidRequestError(
+                "'max_tokens' and 'max_completion_tokens' differ: send one of them.", param="max_completion_tokens"
+            )
+        self._check_stream(body)
+
+    async def _completion(self, body: CompletionBody, tenant: Tenant, label: str, session: str) -> GenerationRequest:
+        constraint, field = grammar_of(body, self._limits.grammar_bytes)
         if body.best_of is not None and body.best_of != (body.n or 1):
             raise UnsupportedError("'best_of' is supported only when it equals 'n'.", param="best_of")
         texts, ids = _prompts(body.prompt)
@@ -159,12 +198,18 @@ class Preparer:
         size = chars or sum(map(len, ids))
         encoded = await self._pool.run(lambda: [encode(given) for given in texts or ids], tenant.name, size)
         prompts = [prompt for prompt, _ in encoded]
-        request = self._request(body, card, prompts, sampling, body.max_tokens, COMPLETION_MAX_TOKENS, tenant, label)
-        if body.echo:
-            return replace(request, echoes=tuple(echo for _, echo in encoded for _ in range(body.n or 1)))
-        return request
+        lengths = self._lengths(body, card, prompts, sampling, body.max_tokens, COMPLETION_MAX_TOKENS)
+        grammar = await self._grammars.checked(card, tenant, constraint, field)
+        return GenerationRequest(
+            card,
+            label,
+            self._choices(body, card, prompts, lengths, sampling, tenant, label, session, grammar),
+            _stops(body.stop),
+            echoes=tuple(echo for _, echo in encoded for _ in range(body.n or 1)) if body.echo else (),
+            special=special,
+        )
 
-    def _request(
+    def _lengths(
         self,
         body: ChatBody | CompletionBody,
         card: ModelCard,
@@ -172,9 +217,8 @@ class Preparer:
         sampling: Sampling,
         asked: int | None,
         api_default: int | None,
-        tenant: Tenant,
-        label: str,
-    ) -> GenerationRequest:
+    ) -> list[int]:
+        """The most tokens of an answer to each prompt. Raises InvalidRequestError, ContextLengthError."""
         limits = self._limits
         count = (body.n or 1) * len(prompts)
         _at_most(count, limits.choices, "n", "choices (n x prompts)")
@@ -207,15 +251,28 @@ class Preparer:
                 f"({shortest}){hint}.",
                 param="min_tokens",
             )
+        return [min(longest, most) for most in left]
+
+    def _choices(
+        self,
+        body: ChatBody | CompletionBody,
+        card: ModelCard,
+        prompts: list[HashedPrompt],
+        lengths: list[int],
+        sampling: Sampling,
+        tenant: Tenant,
+        label: str,
+        session: str,
+        grammar: str,
+    ) -> list[ChoiceRequest]:
         choices: list[ChoiceRequest] = []
-        for prompt, most in zip(prompts, left, strict=True):
-            sampling.max_tokens = min(longest, most)
+        for prompt, longest in zip(prompts, lengths, strict=True):
             # Each prompt gets its own seed: otherwise equal prompts would get equal answers.
             seed = secrets.randbits(64) if body.seed is None else body.seed % UINT64
             for copy in range(body.n or 1):
                 own = Sampling()
                 own.CopyFrom(sampling)
-                own.seed, own.choice_index = seed, copy
+                own.max_tokens, own.seed, own.choice_index = longest, seed, copy
                 choices.append(
                     ChoiceRequest(
                         label=label,
@@ -225,13 +282,14 @@ class Preparer:
                         prompt_token_ids=prompt.token_ids,
                         sampling=own,
                         index=len(choices),
-                        deadline_seconds=limits.request_seconds,
                         priority=body.priority or 0,
+                        deadline_seconds=self._limits.request_seconds,
+                        session=session,
+                        grammar=grammar,
                         blocks={} if sampling.HasField("prompt_logprobs") else prompt.blocks,
                     )
                 )
-        special = body.skip_special_tokens is False
-        return GenerationRequest(card, label, choices, _stops(body.stop), special=special)
+        return choices
 
     def _kept(
         self, body: ChatBody | CompletionBody, card: ModelCard, asked: int | None, api_default: int | None

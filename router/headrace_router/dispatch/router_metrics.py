@@ -4,18 +4,25 @@ import asyncio
 import threading
 import time
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain
+from time import perf_counter
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from headrace_router.core.attempt import Outcome
+from headrace_proto.control_pb2 import ModelPlacement
+from headrace_proto.replica_pb2 import TokenLogprobs
+from headrace_router.core.attempt import Attempt, Outcome
 from headrace_router.core.errors import ApiError, error_rows
 from headrace_router.core.fleet import Fleet
-from headrace_router.dispatch.choice import LENGTH, STOP, TOOL_CALLS
+from headrace_router.core.placement import FleetPlacement, Placed
+from headrace_router.core.policy.interface import ChoiceRequest
+from headrace_router.dispatch.choice import LENGTH, STOP, TOOL_CALLS, Choice, is_first
 from headrace_router.dispatch.replica_metrics import LABELS, FleetCollector, ReplicaReading, page
 from headrace_router.text.model_card import ModelCard
 
@@ -209,3 +216,136 @@ def _label(metrics: Sequence[Labelled], *labels: str) -> None:
     for metric, values in metrics:
         for last in ((value,) for value in values) if values else ((),):
             metric.labels(*labels, *last)
+
+
+class MeasuredPlacement(FleetPlacement[ModelCard]):
+    """Placement whose decisions are timed, and counted by where the prompt's KV blocks come from."""
+
+    def __init__(self, metrics: RouterMetrics, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self._metrics = metrics
+
+    def place(self, request: ChoiceRequest, *given: Any, **options: Any) -> Placed[ModelCard] | None:
+        began = perf_counter()
+        placed = super().place(request, *given, **options)
+        if placed is not None:
+            self._metrics.placement_seconds.labels(request.model).observe(perf_counter() - began)
+        return placed
+
+
+def placement_reason(placed: Placed[ModelCard]) -> str:
+    """Where the KV blocks of the prompt come from: prefill, fetched, cached or computed; other = no policy chose."""
+    if placed.source is not None:
+        return "fetched" if placed.source.cached_only else "prefill"
+    if placed.decision is None:
+        return "other"
+    return "cached" if placed.expected_tokens else "computed"
+
+
+class ChoiceMetrics:
+    """The listener that measures one choice, over all its attempts. `began` is on the clock of time.monotonic."""
+
+    def __init__(self, metrics: RouterMetrics, choice: Choice, began: float) -> None:
+        self._metrics = metrics
+        self._choice = choice
+        self._model = choice.request.model
+        self._labels = (self._model, "")
+        self._inter_token: TokenSeries | None = None
+        self._began = began
+        self._first = 0.0
+        self._last = 0.0
+        self._count = 0
+        self._placed = 0.0
+        self._predicted: float | None = None  # seconds from then to the first token
+        self._expected: int | None = None  # tokens of the prompt in the cache there
+
+    def placed(self, placed: Placed[ModelCard]) -> None:
+        """From now on it runs on this replica; the pause of a move is counted under its label."""
+        prediction = placed.prediction
+        self._placed = time.monotonic()
+        self._predicted = prediction.first_token if prediction is not None else None
+        self._expected = placed.expected_tokens if prediction is not None and placed.source is None else None
+        self._labels = (self._model, placed.replica.replica_id)
+        self._metrics.placements.labels(self._model, placement_reason(placed)).inc()
+        self._inter_token = self._metrics.inter_token.labels(*self._labels)
+
+    def add_tokens(
+        self, attempt: Attempt, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], finish: int, error: str
+    ) -> None:
+        """New tokens arrived now; several in one frame share the time since the last frame."""
+        count, cached = len(token_ids), attempt.cached_tokens
+        if not self._choice.output_token_ids and is_first(self._choice.request):  # each prompt is counted once
+            self._metrics.prompt_tokens.labels(self._model).inc(len(self._choice.request.prompt_token_ids))
+            self._metrics.cached_prompt_tokens.labels(self._model).inc(cached)
+        if not count:
+            return
+        now = time.monotonic()
+        if self._count and self._inter_token is not None:
+            self._inter_token.observe((now - self._last) / count)
+        elif not self._count:
+            self._first = now
+            self._metrics.first_token.labels(*self._labels).observe(now - self._began)
+            actual = now - self._placed
+            if self._predicted is not None and actual > 0:
+                off = abs(self._predicted - actual) / actual
+                self._metrics.prediction_error.labels(*self._labels).observe(off)
+            if self._expected is not None:
+                self._metrics.expected_cached.labels(self._model).inc(self._expected)
+                self._metrics.found_cached.labels(self._model).inc(cached)
+        self._last = now
+        self._count += count
+
+    def left(self, replica_id: str, outcome: Outcome, begun: bool) -> None:
+        """The attempt was moved, lost or refused."""
+        if outcome is Outcome.MOVED:
+            self._metrics.rebalancings.labels(self._model).inc()
+        elif begun and outcome is Outcome.LOST:
+            self._metrics.migrations.labels(self._model).inc()
+        else:
+            self._metrics.retries.labels(self._model, outcome.value).inc()
+
+    def ended(self, attempt: Attempt | None, failure: Exception | None) -> None:
+        """The choice is complete, or failed."""
+        if failure is not None or attempt is None:
+            return
+        metrics, labels = self._metrics, self._labels
+        metrics.end_to_end.labels(*labels).observe(time.monotonic() - self._began)
+        if self._count > 1:
+            metrics.per_token.labels(*labels).observe((self._last - self._first) / (self._count - 1))
+        if attempt.queue_seconds is not None:
+            metrics.queued.labels(*labels).observe(attempt.queue_seconds)
+        metrics.success.labels(*labels, self._choice.finish_reason or "").inc()
+
+
+CACHE_REASONS = ("cached", "fetched")
+
+
+def placement_report(fleet: Fleet[ModelCard], metrics: RouterMetrics, policy: str) -> list[ModelPlacement]:
+    """One entry per model. Replicas are named whose KV blocks a policy would use and does not know."""
+    prompts, cached = _by_model(metrics.prompt_tokens), _by_model(metrics.cached_prompt_tokens)
+    placed, followed = _by_model(metrics.placements), _by_model(metrics.placements, CACHE_REASONS)
+    return [
+        ModelPlacement(
+            model=model.name,
+            policy=policy,
+            prompt_tokens=prompts[model.name],
+            cached_tokens=cached[model.name],
+            placements=placed[model.name],
+            cache_placements=followed[model.name],
+            unknown_caches={
+                replica.replica_id: replica.unknown_cache
+                for replica in fleet.of_model(model.name)
+                if replica.ready and replica.unknown_cache and replica.blocks is not None
+            },
+        )
+        for model in fleet.models()
+    ]
+
+
+def _by_model(counter: Counter, reasons: tuple[str, ...] | None = None) -> defaultdict[str, int]:
+    """Sums of a counter by `model_name`, of all or of some reasons."""
+    sums: defaultdict[str, int] = defaultdict(int)
+    for sample in (sample for metric in counter.collect() for sample in metric.samples):
+        if sample.name.endswith("_total") and (reasons is None or sample.labels["reason"] in reasons):
+            sums[sample.labels["model_name"]] += int(sample.value)
+    return sums

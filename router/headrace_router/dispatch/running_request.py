@@ -5,9 +5,7 @@ import random
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from time import perf_counter
 from types import TracebackType
-from typing import Any
 
 import structlog
 
@@ -15,40 +13,15 @@ from headrace_proto.replica_pb2 import TokenLogprobs
 from headrace_router.config import RouterConfig
 from headrace_router.core.account import Cause, Recorder, TimeAccount
 from headrace_router.core.attempt import Attempt, Outcome
-from headrace_router.core.choice_run import ChoiceRun
+from headrace_router.core.choice_run import ChoiceRun, RunListener
 from headrace_router.core.errors import ApiError, InternalError
-from headrace_router.core.placement import FleetPlacement, Placed, Placement
-from headrace_router.core.policy.interface import ChoiceRequest
+from headrace_router.core.placement import Placed, Placement
 from headrace_router.core.replica_state import ReplicaState
 from headrace_router.core.retry import RetryState
-from headrace_router.dispatch.choice import Choice, ChoiceUpdate
-from headrace_router.dispatch.request import GenerationRequest, is_first
-from headrace_router.dispatch.router_metrics import RouterMetrics, TokenSeries
+from headrace_router.dispatch.choice import Choice, ChoiceUpdate, is_first
+from headrace_router.dispatch.prepare import GenerationRequest
+from headrace_router.dispatch.router_metrics import ChoiceMetrics, RouterMetrics
 from headrace_router.text.model_card import ModelCard
-
-
-class MeasuredPlacement(FleetPlacement[ModelCard]):
-    """Placement whose decisions are timed, and counted by where the prompt's KV blocks come from."""
-
-    def __init__(self, metrics: RouterMetrics, *given: Any, **options: Any) -> None:
-        super().__init__(*given, **options)
-        self._metrics = metrics
-
-    def place(self, request: ChoiceRequest, *given: Any, **options: Any) -> Placed[ModelCard] | None:
-        began = perf_counter()
-        placed = super().place(request, *given, **options)
-        if placed is not None:
-            self._metrics.placement_seconds.labels(request.model).observe(perf_counter() - began)
-        return placed
-
-
-def placement_reason(placed: Placed[ModelCard]) -> str:
-    """Where the KV blocks of the prompt come from: prefill, fetched, cached or computed; other = no policy chose."""
-    if placed.source is not None:
-        return "fetched" if placed.source.cached_only else "prefill"
-    if placed.decision is None:
-        return "other"
-    return "cached" if placed.expected_tokens else "computed"
 
 
 class Turns:
@@ -149,66 +122,6 @@ class Signal:
             self._waiter.set_result(None)
 
 
-class ChoiceObserver:
-    """Measures the latencies of one choice, over all its attempts. `began` is on the clock of time.monotonic."""
-
-    def __init__(self, metrics: RouterMetrics, model: str, began: float) -> None:
-        self._metrics = metrics
-        self._model = model
-        self._labels = (model, "")
-        self._inter_token: TokenSeries | None = None
-        self._began = began
-        self._first = 0.0
-        self._last = 0.0
-        self._count = 0
-        self._placed = 0.0
-        self._predicted: float | None = None  # seconds from then to the first token
-        self._expected: int | None = None  # tokens of the prompt in the cache there
-
-    def placed(self, placed: Placed[ModelCard]) -> None:
-        """From now on it runs on this replica; the pause of a move is counted under its label."""
-        prediction = placed.prediction
-        self._placed = time.monotonic()
-        self._predicted = prediction.first_token if prediction is not None else None
-        self._expected = placed.expected_tokens if prediction is not None and placed.source is None else None
-        self._labels = (self._model, placed.replica.replica_id)
-        self._metrics.placements.labels(self._model, placement_reason(placed)).inc()
-        self._inter_token = self._metrics.inter_token.labels(*self._labels)
-
-    def add_tokens(self, count: int, cached: int) -> None:
-        """New tokens arrived now; several in one frame share the time since the last frame.
-
-        cached: tokens of the prompt that the replica found in its cache.
-        """
-        if not count:
-            return
-        now = time.monotonic()
-        if self._count and self._inter_token is not None:
-            self._inter_token.observe((now - self._last) / count)
-        elif not self._count:
-            self._first = now
-            self._metrics.first_token.labels(*self._labels).observe(now - self._began)
-            actual = now - self._placed
-            if self._predicted is not None and actual > 0:
-                error = abs(self._predicted - actual) / actual
-                self._metrics.prediction_error.labels(*self._labels).observe(error)
-            if self._expected is not None:
-                self._metrics.expected_cached.labels(self._model).inc(self._expected)
-                self._metrics.found_cached.labels(self._model).inc(cached)
-        self._last = now
-        self._count += count
-
-    def finished(self, choice: Choice, attempt: Attempt) -> None:
-        """The choice is complete."""
-        metrics, labels = self._metrics, self._labels
-        metrics.end_to_end.labels(*labels).observe(time.monotonic() - self._began)
-        if self._count > 1:
-            metrics.per_token.labels(*labels).observe((self._last - self._first) / (self._count - 1))
-        if attempt.queue_seconds is not None:
-            metrics.queued.labels(*labels).observe(attempt.queue_seconds)
-        metrics.success.labels(*labels, choice.finish_reason or "").inc()
-
-
 SLICE_SECONDS = 0.002  # of the event loop, to begin choices
 
 log = structlog.get_logger("headrace.router.generation")
@@ -266,8 +179,11 @@ class RunningRequest:
         )
         copy = choice.request.sampling.choice_index
         leader = self._runs[-copy] if copy else None  # the first choice of the same prompt
-        listener = _ChoiceListener(self, choice, metrics, self.account if choice.request.index == 0 else None)
-        return ChoiceRun(choice.request, choice, placement, retry, self._timers, listener, leader)
+        # Metrics and the account see the answer as it was before the new tokens: the client's queue comes last.
+        listeners: list[RunListener] = [ChoiceMetrics(metrics, choice, time.monotonic()), _ClientQueue(self, choice)]
+        if choice.request.index == 0:
+            listeners.insert(1, Recorder(self.account, time.monotonic))
+        return ChoiceRun(choice.request, choice, placement, retry, self._timers, listeners, leader)
 
     @property
     def done(self) -> bool:
@@ -360,58 +276,35 @@ class RunningRequest:
         self._ended.set()
 
 
-class _ChoiceListener:
-    """Turns what a run reports into updates, metrics and log events."""
+class _ClientQueue:
+    """The listener by which a choice's answer reaches the client: tokens become updates, which wait to be read."""
 
-    def __init__(
-        self, running: RunningRequest, choice: Choice, metrics: RouterMetrics, account: TimeAccount | None
-    ) -> None:
-        self._running_request = running
+    def __init__(self, running: RunningRequest, choice: Choice) -> None:
+        self._running = running
         self._choice = choice
-        self._metrics = metrics
-        self._model = choice.request.model
-        self._observer = ChoiceObserver(metrics, self._model, time.monotonic())
-        self._recorder = Recorder(account) if account is not None else None
 
     def placed(self, placed: Placed[ModelCard]) -> None:
-        self._observer.placed(placed)
-        if self._recorder is not None:
-            self._recorder.placed(placed, time.monotonic())
+        """Nothing is visible to the client."""
 
     def add_tokens(
         self, attempt: Attempt, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], finish: int, error: str
     ) -> None:
-        if not self._choice.output_token_ids and is_first(self._choice.request):  # usage counts each prompt once
-            self._running_request.cached_tokens += attempt.cached_tokens
-            self._metrics.prompt_tokens.labels(self._model).inc(len(self._choice.request.prompt_token_ids))
-            self._metrics.cached_prompt_tokens.labels(self._model).inc(attempt.cached_tokens)
-        self._observer.add_tokens(len(token_ids), attempt.cached_tokens)
-        if self._recorder is not None and token_ids:
-            self._recorder.tokens(attempt, time.monotonic())
-        if token_ids and self._choice.lacks_prompt_logprobs:
-            self._choice.prompt_logprobs = list(attempt.prompt_logprobs)
-        update = self._choice.consume(token_ids, logprobs, finish, error)
+        choice = self._choice
+        if not choice.output_token_ids and is_first(choice.request):  # usage counts each prompt once
+            self._running.cached_tokens += attempt.cached_tokens
+        if token_ids and choice.lacks_prompt_logprobs:
+            choice.prompt_logprobs = list(attempt.prompt_logprobs)
+        update = choice.consume(token_ids, logprobs, finish, error)
         if update is not None:
-            self._running_request.add_update(update)
+            self._running.add_update(update)
 
     def left(self, replica_id: str, outcome: Outcome, begun: bool) -> None:
-        if self._recorder is not None:
-            self._recorder.left(time.monotonic())
-        if outcome is Outcome.MOVED:
-            self._metrics.rebalancings.labels(self._model).inc()
-        elif begun and outcome is Outcome.LOST:
-            self._metrics.migrations.labels(self._model).inc()
+        if begun and outcome is Outcome.LOST:
             request = self._choice.request
             log.info("stream moves", request=request.label, choice=request.index, lost=replica_id)
-        else:
-            self._metrics.retries.labels(self._model, outcome.value).inc()
 
     def ended(self, attempt: Attempt | None, failure: Exception | None) -> None:
-        if failure is None and attempt is not None:
-            self._observer.finished(self._choice, attempt)
-        if self._recorder is not None:
-            self._recorder.ended(attempt, time.monotonic())
-        self._running_request.choice_ended(failure)
+        self._running.choice_ended(failure)
 
 
 class LoopTimers:

@@ -32,14 +32,17 @@ class ControlTokens:
         self._normalizer = tokenizer.normalizer
         spelled = {form for name in self._names.values() for form in (name, self._normalized(name)) if form}
         self._spellings = sorted(spelled)
+        self._beginnings = sorted({name[:2] for name in spelled})
 
     def isdisjoint(self, ids: Iterable[int]) -> bool:
         """Whether none of the ids is one of them, or that of the unknown token."""
         return self._names.keys().isdisjoint(ids)
 
     def are_spelled(self, texts: Iterable[str]) -> bool:
-        """Whether a text contains the name of a control token."""
-        forms = (form for text in texts for form in {text, self._normalized(text)})
+        """Whether a text contains the name of a control token, as it is or normalized."""
+        forms = [form for text in texts for form in {text, self._normalized(text)}]
+        # Most texts contain no beginning of a name, and there may be hundreds of names.
+        forms = [form for form in forms if any(beginning in form for beginning in self._beginnings)]
         return any(name in form for form in forms for name in self._spellings)
 
     def spans(self, text: str, ids: Sequence[int], encoding: Encoding) -> Iterator[tuple[int, int]]:
@@ -154,18 +157,17 @@ class TextEncoder:
     def encode_chat(self, chat: RenderedChat) -> list[int]:
         """Ids of a rendered chat; the template has written all of its special tokens.
 
+        Where a client's text spells a control token, the chat is rendered again, with marks around the client's text.
         Raises ControlTokenError, TooManyControlTokensError, UnmarkedChatError.
         """
         names = chat.names()  # templates compare them, so they cannot be marked
         if names and self._control.are_spelled(["\n".join(names)]):
             raise UnmarkedChatError
-        try:
-            return self._encode(chat, "messages")
-        except UnmarkedChatError:
-            strings = chat.strings()
-            if self._control.are_spelled([*strings, "".join(strings)]):
-                raise
+        strings = chat.strings()
+        joined = ("".join(strings), "".join(map(str.strip, strings)))  # a template may write one after the other
+        if not self._control.are_spelled(["\n".join(strings), *joined]):
             return self._plain(chat.text)
+        return self._encode(chat, "messages")
 
     def _plain(self, text: str) -> list[int]:
         self._check_growth(text)

@@ -105,7 +105,7 @@ class SimRequest:
             SimPlacement(router, spec.pinned),
             RetryState("m", max_attempts=3, migration_limit=3, patience=router.patience, jitter=router.jitter),
             SimTimers(router),
-            self,
+            (self,),
         )
 
     @property
