@@ -80,11 +80,9 @@ class RayDriver:
         self._processes: dict[tuple[ReplicaName, int], ProcessId] = {}  # of ranks on this node
 
     def digest(self, replica_id: str, model: ModelSpec, roll: int) -> bytes:
-        """See RankDriver."""
         return config_digest(self._config(ReplicaName(replica_id, 0), model, Role.BOTH, 0), roll, _VERSION)
 
     async def look(self) -> Seen:
-        """See RankDriver."""
         seen, found = await self._calls.run(self._find, set(self._actors))
         self._actors |= found
         return seen
@@ -98,7 +96,7 @@ class RayDriver:
         return Seen(ray_names.groups(cluster), ranks & (known | found.keys()), _draining()), found
 
     async def place(self, name: ReplicaName, model: ModelSpec) -> None:
-        """See RankDriver. The placement group waits in Ray, where an autoscaler sees what is needed."""
+        """The placement group waits in Ray, where an autoscaler sees what is needed."""
         # A lost node is to take as few replicas of a model as possible: first where there is none, then anywhere.
         if await self._calls.run(self._place_apart, name, model):
             ends = time.monotonic() + SPREAD_SECONDS
@@ -148,7 +146,6 @@ class RayDriver:
         )
 
     async def waiting_reason(self, model: ModelSpec) -> str:
-        """See RankDriver."""
         return await self._calls.run(
             lambda: waiting_sentence(model, int(self._uses_gpus(model)), ray.available_resources())
         )
@@ -161,7 +158,7 @@ class RayDriver:
         return model.name in self._on_gpus
 
     async def fill(self, name: ReplicaName, model: ModelSpec, role: Role, digest: bytes) -> None:
-        """See RankDriver. Each rank is a call of its own: there may be many."""
+        """Each rank is a call of its own: there may be many."""
         place, threads = await self._calls.run(self._prepare, name, model)
         config = msgspec.msgpack.encode(self._config(name, model, role, threads))
         space, gpus = naming.namespace(self.spec.cluster), int(model.name in self._on_gpus)
@@ -196,7 +193,6 @@ class RayDriver:
         return place, threads_per_rank(cores, placed, ranks)
 
     async def watch(self, name: ReplicaName, rank: int, receive: Callable[[RankReport], None]) -> None:
-        """See RankDriver."""
         actor, seen = self._actors[name, rank], -1
         while True:
             try:
@@ -218,17 +214,16 @@ class RayDriver:
                 await asyncio.sleep(STARTING_SECONDS)
 
     async def send_secret(self, name: ReplicaName, rank: int) -> None:
-        """See RankDriver."""
         await self._check_lease()
         await self._actors[name, rank].set_secret.remote(self._secret.values)
 
     async def set_role(self, name: ReplicaName, role: Role) -> None:
-        """See RankDriver. Rank 0 represents the replica."""
+        """Rank 0 represents the replica."""
         await self._check_lease()
         await self._actors[name, 0].set_role.remote(str(role))
 
     async def drain(self, name: ReplicaName, seconds: float) -> None:
-        """See RankDriver. A rank that has ended has no requests."""
+        """A rank that has ended has no requests."""
         await self._check_lease()
         calls = [actor.drain.remote(seconds) for actor in self._of(name)]
         for error in await asyncio.gather(*calls, return_exceptions=True):
@@ -237,11 +232,9 @@ class RayDriver:
                 raise error
 
     async def profile(self, name: ReplicaName, steps: int, seconds: float) -> list[ProfileOutcome]:
-        """See RankDriver."""
         return await asyncio.gather(*(_profile(actor, steps, seconds) for actor in self._of(name)))
 
     async def end(self, name: ReplicaName, seconds: float) -> None:
-        """See RankDriver."""
         await self._check_lease()
         calls = [asyncio.ensure_future(_stop(actor)) for actor in self._of(name)]
         if calls:

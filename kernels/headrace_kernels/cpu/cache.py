@@ -13,7 +13,6 @@ _write_kv = load().headrace_write_kv
 
 
 def write_kv(key: Tensor, value: Tensor, pool: Tensor, slots: Tensor, kv_scale: Tensor | None = None) -> None:
-    """See ``headrace_kernels.ops.write_kv``."""
     check_write(key, value, pool, slots)
     if not _fits(key, value, pool, slots):
         return reference.write_kv(key, value, pool, slots, kv_scale)

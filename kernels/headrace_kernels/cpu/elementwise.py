@@ -26,7 +26,6 @@ def _fits(x: Tensor) -> bool:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See ``headrace_kernels.ops.rms_norm``."""
     check_norm(x, weight)
     if not (_fits(x) and _fits(weight)):
         return reference.rms_norm(x, weight, eps)
@@ -46,7 +45,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """See ``headrace_kernels.ops.add_rms_norm``."""
     check_norm(x, weight)
     if not (_fits(x) and _fits(residual) and _fits(weight) and x.shape == residual.shape):
         return reference.add_rms_norm(x, residual, weight, eps)
@@ -62,13 +60,11 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """See ``headrace_kernels.ops.silu_mul``."""
     check_halves(gate_up)
     return _activated(gate_up, _SILU) if _fits(gate_up) else reference.silu_mul(gate_up)
 
 
 def gelu_mul(gate_up: Tensor) -> Tensor:
-    """See ``headrace_kernels.ops.gelu_mul``."""
     check_halves(gate_up)
     return _activated(gate_up, _GELU) if _fits(gate_up) else reference.gelu_mul(gate_up)
 
@@ -83,12 +79,10 @@ def _activated(gate_up: Tensor, activation: int) -> Tensor:
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """See ``headrace_kernels.ops.sigmoid``."""
     return _on_curve(x, False) if _fits(x) else reference.sigmoid(x)
 
 
 def softplus(x: Tensor) -> Tensor:
-    """See ``headrace_kernels.ops.softplus``."""
     return _on_curve(x, True) if _fits(x) else reference.softplus(x)
 
 

@@ -12,7 +12,6 @@ _matmul, _rows = load().headrace_packed_matmul, load().headrace_packed_rows
 
 
 def packed_matmul(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, bf16: bool = False) -> Tensor:
-    """See ``headrace_kernels.ops.packed_matmul``."""
     if x.dtype is not torch.float32 or not x.is_cpu or not weight.data.is_contiguous():
         return reference.packed_matmul(x, weight, bias, bf16)
     rows = x.reshape(-1, weight.inputs).contiguous()

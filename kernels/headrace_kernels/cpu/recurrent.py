@@ -15,7 +15,6 @@ _TYPES = (torch.float32, torch.bfloat16)
 def causal_conv(
     x: Tensor, weight: Tensor, pool: Tensor, meta: StateMeta, bias: Tensor | None = None, silu: bool = False
 ) -> Tensor:
-    """See ``headrace_kernels.ops.causal_conv``."""
     check_conv(x, weight, pool, meta, bias)
     tensors = [x, weight, pool, *(() if bias is None else (bias,))]
     same = all(tensor.is_cpu and tensor.dtype is x.dtype for tensor in tensors) and x.dtype in _TYPES
@@ -37,7 +36,6 @@ def causal_conv(
 def delta_rule(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, pool: Tensor, meta: StateMeta
 ) -> Tensor:
-    """See ``headrace_kernels.ops.delta_rule``."""
     check_delta(query, key, value, decay, beta, pool, meta)
     plain = pool.is_contiguous() and pool.dtype is torch.float32 and pool.is_cpu and value.is_cpu
     if not (plain and _fits(meta)):

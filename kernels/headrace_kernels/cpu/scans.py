@@ -38,7 +38,6 @@ def ssd(
     dt_bias: Tensor | None = None,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
 ) -> Tensor:
-    """See ``headrace_kernels.ops.ssd``."""
     check_ssd(x, dt, decay, key, query, pool, meta, skip, dt_bias)
     tokens, heads, channels = x.shape
     groups, size = key.shape[1:]
@@ -67,7 +66,6 @@ def selective_scan(
     gate: Tensor | None = None,
     dt_bias: Tensor | None = None,
 ) -> Tensor:
-    """See ``headrace_kernels.ops.selective_scan``."""
     check_selective_scan(x, dt, decay, key, query, pool, meta, skip, gate, dt_bias)
     tokens, channels = x.shape
     out = torch.zeros(tokens, channels)
@@ -88,7 +86,6 @@ def selective_scan(
 def gated_rms_norm(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float, group: int | None = None, gate_first: bool = True
 ) -> Tensor:
-    """See ``headrace_kernels.ops.gated_rms_norm``."""
     check_gated_norm(x, gate, weight, group)
     if not all(part.dtype is torch.float32 and part.is_cpu for part in (x, gate, weight)):
         return reference.gated_rms_norm(x, gate, weight, eps, group, gate_first)

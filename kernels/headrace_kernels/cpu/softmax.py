@@ -11,7 +11,6 @@ _row_logsumexp = load().headrace_row_logsumexp
 
 
 def row_logsumexp(scores: Tensor) -> Tensor:
-    """See ``headrace_kernels.ops.row_logsumexp``."""
     check_scores("row_logsumexp", scores)
     if scores.dtype is not torch.float32 or not scores.is_cpu:
         return reference.row_logsumexp(scores)

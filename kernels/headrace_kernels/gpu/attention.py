@@ -68,7 +68,6 @@ def paged_attention(
     kv_scale: Tensor | None = None,
     deterministic: bool = False,
 ) -> Tensor:
-    """See ``headrace_kernels.ops.paged_attention``."""
     check_attention(query, pool, meta, sinks, window)
     if not _fits(query, pool[0], pool[1], meta):
         return reference.paged_attention(
@@ -91,7 +90,6 @@ def uneven_attention(
     sinks: Tensor | None = None,
     deterministic: bool = False,
 ) -> Tensor:
-    """See ``headrace_kernels.ops.uneven_attention``."""
     check_uneven(query, keys, values, meta, sinks, window)
     if not _fits(query, keys, values, meta) or quantization(keys):
         return reference.uneven_attention(

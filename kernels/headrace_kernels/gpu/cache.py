@@ -18,7 +18,6 @@ _LARGEST_TOKEN = 1 << 16  # entries of all heads of a token, which a program hol
 
 
 def write_kv(key: Tensor, value: Tensor, pool: Tensor, slots: Tensor, kv_scale: Tensor | None = None) -> None:
-    """See ``headrace_kernels.ops.write_kv``."""
     check_write(key, value, pool, slots)
     if not _fits(pool, key, value, slots):
         return reference.write_kv(key, value, pool, slots, kv_scale)
@@ -38,7 +37,6 @@ def write_kv(key: Tensor, value: Tensor, pool: Tensor, slots: Tensor, kv_scale: 
 
 
 def write_part(new: Tensor, part: Tensor, slots: Tensor) -> None:
-    """See ``headrace_kernels.ops.write_part``."""
     tokens, heads, size = new.shape
     fits = new.dtype in FLOATS and part.dtype in FLOATS and slots.dtype is torch.int64
     if not fits or part.stride(-1) != 1 or _token_size(new) > _LARGEST_TOKEN:

@@ -13,7 +13,6 @@ _TILE = 1024
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See ``headrace_kernels.ops.rms_norm``."""
     check_norm(x, weight)
     if not _norms(x, weight):
         return reference.rms_norm(x, weight, eps)
@@ -21,7 +20,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """See ``headrace_kernels.ops.add_rms_norm``."""
     check_norm(x, weight)
     if not _norms(x, weight) or x.shape != residual.shape or x.dtype is not residual.dtype:
         return reference.add_rms_norm(x, residual, weight, eps)
@@ -65,7 +63,6 @@ def _two_levels(x: Tensor) -> Tensor:
 
 
 def rope_angles(positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """See ``headrace_kernels.ops.rope_angles``."""
     tokens, half = positions.shape[0], frequencies.shape[0]
     if frequencies.dtype is not torch.float32 or dtype not in FLOATS:
         return reference.rope_angles(positions, frequencies, factor, dtype)
@@ -79,7 +76,6 @@ def rope_angles(positions: Tensor, frequencies: Tensor, factor: float, dtype: to
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """See ``headrace_kernels.ops.silu_mul``."""
     check_halves(gate_up)
     if gate_up.dtype not in FLOATS:
         return reference.silu_mul(gate_up)

@@ -19,7 +19,6 @@ _TOKENS = 8  # that it computes at once
 def causal_conv(
     x: Tensor, weight: Tensor, pool: Tensor, meta: StateMeta, bias: Tensor | None = None, silu: bool = False
 ) -> Tensor:
-    """See ``headrace_kernels.ops.causal_conv``."""
     check_conv(x, weight, pool, meta, bias)
     (tokens, channels), width = x.shape, weight.shape[1]
     floats = (x, weight, pool) if bias is None else (x, weight, pool, bias)
@@ -40,7 +39,6 @@ def causal_conv(
 def delta_rule(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, pool: Tensor, meta: StateMeta
 ) -> Tensor:
-    """See ``headrace_kernels.ops.delta_rule``."""
     check_delta(query, key, value, decay, beta, pool, meta)
     floats = (query, key, value, decay, beta)
     (tokens, heads, columns), (key_heads, size) = value.shape, key.shape[1:]

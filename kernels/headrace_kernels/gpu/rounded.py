@@ -14,7 +14,6 @@ _LARGEST_ROW = 32768  # a program holds whole rows in registers
 
 
 def round_rows(x: Tensor, groups: bool) -> Rounded:
-    """See ``headrace_kernels.ops.round_rows``."""
     if not _fits(x, x.shape[-1]):
         return reference.round_rows(x, groups)
     out, tile = empty_rounded(x.shape, x.device, groups=groups), _tile(x.shape[-1], groups)
@@ -29,7 +28,6 @@ def round_rows(x: Tensor, groups: bool) -> Rounded:
 def rounded_rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, groups: bool
 ) -> tuple[Rounded, Tensor]:
-    """See ``headrace_kernels.ops.rounded_rms_norm``."""
     check_norm(x, weight)
     same = residual is None or (residual.shape == x.shape and residual.dtype is x.dtype)
     if not _fits(x, x.shape[-1]) or weight.dtype is not x.dtype or not same:
@@ -47,7 +45,6 @@ def rounded_rms_norm(
 
 
 def rounded_silu_mul(gate_up: Tensor, groups: bool) -> Rounded:
-    """See ``headrace_kernels.ops.rounded_silu_mul``."""
     check_halves(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     if not _fits(gate, gate.shape[-1]):
@@ -63,7 +60,6 @@ def rounded_silu_mul(gate_up: Tensor, groups: bool) -> Rounded:
 
 
 def scaled_matmul(x: Rounded, weight: ScaledWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """See ``headrace_kernels.ops.scaled_matmul``."""
     if weight.in_blocks:
         kinds, scale = (ScalingType.BlockWise1x128, ScalingType.BlockWise128x128), weight.scale
     else:

@@ -27,7 +27,6 @@ def ssd(
     dt_bias: Tensor | None = None,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
 ) -> Tensor:
-    """See ``headrace_kernels.ops.ssd``."""
     check_ssd(x, dt, decay, key, query, pool, meta, skip, dt_bias)
     (tokens, heads, channels), (groups, size) = x.shape, key.shape[1:]
     if not _known(x, dt, decay, key, query, skip, dt_bias) or size > _LARGEST_SIZE:
@@ -58,7 +57,6 @@ def selective_scan(
     gate: Tensor | None = None,
     dt_bias: Tensor | None = None,
 ) -> Tensor:
-    """See ``headrace_kernels.ops.selective_scan``."""
     check_selective_scan(x, dt, decay, key, query, pool, meta, skip, gate, dt_bias)
     (tokens, channels), size = x.shape, key.shape[1]
     if not _known(x, dt, decay, key, query, skip, gate, dt_bias) or size > _LARGEST_SIZE:
@@ -80,7 +78,6 @@ def selective_scan(
 def gated_rms_norm(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float, group: int | None = None, gate_first: bool = True
 ) -> Tensor:
-    """See ``headrace_kernels.ops.gated_rms_norm``."""
     check_gated_norm(x, gate, weight, group)
     columns = weight.shape[0]
     group = group or columns

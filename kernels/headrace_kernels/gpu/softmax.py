@@ -12,7 +12,6 @@ _BLOCK = 4096
 
 
 def row_logsumexp(scores: Tensor) -> Tensor:
-    """See ``headrace_kernels.ops.row_logsumexp``."""
     check_scores("row_logsumexp", scores)
     if scores.dtype not in FLOATS:
         return reference.row_logsumexp(scores)

@@ -57,7 +57,6 @@ def uneven_attention(
 
 
 def select_keys(query: Tensor, weights: Tensor, keys: Tensor, meta: AttentionMeta, count: int) -> tuple[Tensor, Tensor]:
-    """See ``headrace_kernels.ops.select_keys``."""
     block_size = keys.shape[2]
     meta = meta.gathered(block_size)
     table = torch.zeros(len(query), count, dtype=torch.int32, device=query.device)

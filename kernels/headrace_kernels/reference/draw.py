@@ -22,7 +22,6 @@ _SMALLEST = -64.0  # powers of two below 2**-41 have no mass
 
 
 def draw(logits: Tensor, rows: Tensor, positions: Tensor, options: DrawOptions) -> tuple[Tensor, Tensor]:
-    """See ``headrace_kernels.ops.draw``."""
     scores = logits.float()
     temperature, top_p, log_min_p = options.numbers[rows].T[:, :, None]  # [R, 1] each
     keys, top_k = options.integers[rows].unbind(1)

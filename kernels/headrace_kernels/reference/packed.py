@@ -10,14 +10,12 @@ _KINDS = {Form.E4M3: Kind.E4M3, Form.E2M1: Kind.E2M1}
 
 
 def packed_matmul(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, bf16: bool = False) -> Tensor:
-    """See ``headrace_kernels.ops.packed_matmul``."""
     if bf16 and weight.form is not Form.FLOAT32:
         x = x.bfloat16().float()
     return functional.linear(x, unpack(weight).to(x.dtype), bias)
 
 
 def packed_rows(weight: PackedWeight, index: Tensor) -> Tensor:
-    """See ``headrace_kernels.ops.packed_rows``."""
     panels, inverse = torch.unique(index.flatten() // WIDTH, return_inverse=True)
     few = PackedWeight(weight.data[panels], len(panels) * WIDTH, *_described(weight))
     return unpack(few)[inverse * WIDTH + index.flatten() % WIDTH].view(*index.shape, weight.inputs)

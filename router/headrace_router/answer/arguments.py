@@ -89,11 +89,9 @@ class _Base:
         self._unsent: list[str] = []
 
     def unfinished(self) -> str:
-        """See Reader."""
         return "".join(self._read)
 
     def unsent(self) -> str:
-        """See Reader."""
         return "".join(self._unsent)
 
     def _take(self, end: int) -> str:
@@ -112,7 +110,6 @@ class JsonReader(_Base):
         self._end = BracketMatcher()
 
     def feed(self, text: str) -> Iterator[Event]:
-        """See Reader."""
         if not self.certain:
             self.certain = True
             yield CallStart(self._name)
@@ -158,7 +155,6 @@ class ObjectsReader(_Base):
         self._step = self._open
 
     def feed(self, text: str) -> Iterator[Event]:
-        """See Reader."""
         self.rest = text
         while self.state is ReaderState.READING:
             step = self._step
@@ -313,7 +309,6 @@ class TaggedReader(_Base):
         self._count = 0
 
     def feed(self, text: str) -> Iterator[Event]:
-        """See Reader."""
         self.rest = text
         if not self.certain:
             self.certain = True
@@ -451,7 +446,6 @@ class PythonReader(_Base):
         self._end: BracketMatcher | None = None  # of the call
 
     def feed(self, text: str) -> Iterator[Event]:
-        """See Reader."""
         self.rest = text
         while self.state is ReaderState.READING:
             found = self._HEAD.match(self.rest, partial=True)
@@ -510,7 +504,6 @@ class GemmaReader(_Base):
         self._depth: list[str] = []
 
     def feed(self, text: str) -> Iterator[Event]:
-        """See Reader."""
         self.rest = text
         if not self.certain:
             self.certain = True
@@ -524,7 +517,6 @@ class GemmaReader(_Base):
             yield CallEnd()
 
     def unsent(self) -> str:
-        """See Reader."""
         return self._word
 
     def _next(self) -> str | None:

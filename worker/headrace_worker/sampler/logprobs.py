@@ -77,7 +77,6 @@ class LogprobsState:
         self._prompts.pop(row, None)
 
     def score(self, logits: Tensor, rows: Sequence[int], tokens: Tensor) -> LogprobsOutput:
-        """See `Sampler.score`."""
         return _logprobs(logits, tokens, range(len(rows)), [self._prompts[row] for row in rows])
 
     def keep_raw(self, batch: SampleBatch) -> RawLogits | None:
