@@ -165,7 +165,7 @@ class GpuBenchmark:
                 yield Timing(case, "library", self._layers(runs), moved, 2 * count * out * size)
 
     def seconds(self, run: Callable[..., object], *arguments: Any) -> float:
-        """Of one call, on the device alone."""
+        """The seconds of one call, on the device alone."""
         return self._layers([partial(run, *arguments)] * 16)
 
     def _op(self, count: int, name: str, size: int, *arguments: Any) -> Iterator[Timing]:
@@ -198,7 +198,7 @@ class GpuBenchmark:
         return self._seconds(lambda copy: runs[copy](), len(runs))
 
     def _seconds(self, run: Callable[[int], object], copies: int) -> float:
-        """Of one ``run(copy)``: the fastest of ten rounds that run each copy once."""
+        """The seconds of one ``run(copy)``: the fastest of ten rounds that run each copy once."""
 
         def each() -> None:
             for copy in range(copies):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 FORMATS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}  # by their names in settings
-SCALE_BYTES = 4  # of a head's entries of a token
+SCALE_BYTES = 4  # bytes of the scale for a head's entries of a token
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 SMALLEST_SCALE = 1e-30  # keeps the entries of an all-zero head finite
 

@@ -26,7 +26,7 @@ class AttentionMeta:
     max_query_len: int
     max_seq_len: int
     table_rows: Tensor | None = None  # [S] int32, of block_tables, whose row s is that of sequence s if None
-    # Of a backend, made from the tensors: `replace` makes a meta without any, for when those have changed.
+    # Plans of a backend, made from the tensors: `replace` makes a meta without plans, for changed tensors.
     plans: dict[Any, Any] = field(default_factory=dict, init=False)
 
     def gathered(self, block_size: int) -> "AttentionMeta":

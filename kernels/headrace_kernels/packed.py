@@ -34,7 +34,7 @@ class Form(IntEnum):
 
     @property
     def bits(self) -> int:
-        """Of a value without its group's scale."""
+        """The bits of a value without its group's scale."""
         return (32, 16, 8, 4, 8, 4)[self]
 
 
@@ -164,7 +164,7 @@ class PackedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Of the data."""
+        """The bytes of the data."""
         return self.data.numel()
 
 
@@ -206,7 +206,7 @@ def pack_codes(codes: Codes, form: Form) -> PackedWeight:
 
 
 def _centre(codes: Codes, form: Form) -> int:
-    """Of the range that the codes use: far from zero, sums of codes would lose digits against those of the minima."""
+    """The centre of the codes' range: far from zero, sums of codes would lose digits against those of the minima."""
     if codes.kind is not Kind.INTEGER:
         return 0
     if form is Form.CODES4:

@@ -50,12 +50,12 @@ OWN_CONNECTION: Options = (("grpc.use_local_subchannel_pool", 1),)
 # A peer without a certificate has a connection for the time of a handshake. A replica needs one per router, and a few.
 MAX_CONNECTIONS = 4096
 MAX_STREAMS = 32  # calls of one connection at a time; a peer has a few, further ones wait in its process
-# Of a channel between processes of a cluster.
+# Options of a channel between processes of a cluster.
 CLIENT: Options = (*NO_PROXY, *OWN_CONNECTION)
 # A peer that ended without closing its connection (its machine lost power) is detected after the sum of these.
 PING_SECONDS = 10
-WATCH_REPLY_SECONDS = 5  # of a stream on which only the server sends: the client opens another one
-PAUSE_SECONDS = 30  # of a client, which may be paused and keeps its streams: routers wait as long for a replica
+WATCH_REPLY_SECONDS = 5  # limit for a stream on which only the server sends: the client opens another stream
+PAUSE_SECONDS = 30  # limit for a client, which may be paused and keeps its streams: routers wait as long for a replica
 
 
 def _keepalive(reply_seconds: int) -> Options:
@@ -113,7 +113,7 @@ class ClusterSecret:
 
     @property
     def metadata(self) -> tuple[tuple[str, bytes], ...]:
-        """Of a call. Both values: members that have only the old one yet, or only the new one already, accept it."""
+        """The metadata of a call. Both values: members that know only the old or only the new value accept the call."""
         return tuple((_KEY, value) for value in self.values)
 
     def accepts(self, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
@@ -186,7 +186,7 @@ class ClusterMember:
 
     @property
     def metadata(self) -> Any:
-        """Of every call."""
+        """The metadata of every call."""
         return self.secret.metadata
 
     def channel(self, address: str, options: Sequence[tuple[str, Any]] = ()) -> grpc.aio.Channel:

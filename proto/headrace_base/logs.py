@@ -83,7 +83,7 @@ def wrapped(text: str, width: int, indent: int) -> str:
     return ("\n" + " " * indent).join(lines)
 
 
-MAX_BYTES = 16 << 20  # of a file; one earlier file of this size is kept beside it
+MAX_BYTES = 16 << 20  # bytes of a file; one earlier file of this size is kept beside it
 STDERR = 2
 
 
@@ -136,7 +136,7 @@ class LogConfig:
 
     part: str  # "serve", "controller", "router 2", "rank 0"
     replica: str = ""
-    path: str = ""  # of its file; empty: stderr only
+    path: str = ""  # path of the process' log file; empty: stderr only
     format: LogFormat = "text"
     level: Level = "info"  # the lowest one that is written to the file
     stderr_level: Level = "info"
@@ -181,7 +181,7 @@ class FileSink:
 
 
 Sink = StderrSink | FileSink
-_sinks: list[Sink] = []  # of this process
+_sinks: list[Sink] = []  # sinks of this process
 _stderr: TextIO | None = None  # once logs are configured: file descriptor 2 may be the log file then
 
 

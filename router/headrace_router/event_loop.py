@@ -8,7 +8,7 @@ EVENTS_PER_TURN = 64
 
 
 class BoundedSelector(selectors.DefaultSelector):
-    """Of many events that are ready, returns some at a time, in rotation; the others are still ready in the next turn.
+    """Returns some of many ready events at a time, in rotation; the others are still ready in the next turn.
 
     Thousands of connections that are opened or closed at once would otherwise be one long turn.
     """

@@ -13,7 +13,7 @@ from headrace_router.config import END_REQUESTS, RouterConfig
 from headrace_router.event_loop import exempt_from_collection, new_event_loop
 from headrace_router.router_server import RouterServer
 
-OTHER_FILES = 512  # of replicas, logs and libraries
+OTHER_FILES = 512  # open files of replicas, logs and libraries
 
 log = structlog.get_logger("headrace.router")
 

@@ -36,7 +36,7 @@ from headrace_router.replicas.replica_link import ReplicaLinks
 from headrace_router.text.tokenizer_pool import TokenizerPool
 
 MAINTENANCE_SECONDS = 0.1
-EXPIRING_TURNS = 20  # of the event loop, in each maintenance
+EXPIRING_TURNS = 20  # turns of the event loop that expire attempts, in each maintenance
 EXEMPTED_AGAIN = 1.25  # times as many connected replicas as when these were last exempted from garbage collections
 LAST_REQUEST_SECONDS = 1.0  # that connections to shared ports stay open without a request
 FLUSH_SECONDS = 0.5  # for clients to read the end of their answers
@@ -59,7 +59,7 @@ class RouterServer:
         self.config = config
         self.http_port = 0
         self.grpc_port = 0
-        self.metrics_port = 0  # of an address of its own; 0 = it has none
+        self.metrics_port = 0  # port of the separate address for metrics; 0 = the router has none
         self._secret_file = SecretFile(config.secret_file)
         self._member = ClusterMember(self._secret_file.secret, config.internal_tls)
         metrics = RouterMetrics()

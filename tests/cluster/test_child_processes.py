@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from headrace_base.errors import ListenError
-from headrace_cluster.core.view import ClusterView, ControllerConfig, RouterPlace
+from headrace_cluster.core.view import ClusterView, ControllerConfig, RouterAddresses
 from headrace_cluster.errors import ChildFailedError
 from headrace_cluster.launch import routers as routers_module
 from headrace_cluster.launch.child_process import BACKOFF
@@ -95,9 +95,9 @@ def start(tmp_path: Path) -> Iterator[Callable[..., RouterGroup]]:
         group.stop()
 
 
-def _place(config: RouterConfig) -> RouterPlace:
+def _place(config: RouterConfig) -> RouterAddresses:
     http, grpc = f"127.0.0.1:{config.port}", f"127.0.0.1:{config.grpc_port}"
-    return RouterPlace(config.router_id, 1, http, grpc, http)
+    return RouterAddresses(config.router_id, 1, http, grpc, http)
 
 
 def test_a_config_is_equal_after_the_pipe() -> None:
@@ -146,7 +146,7 @@ def test_a_router_that_was_listed_is_restarted_and_one_that_never_was_is_an_erro
 ) -> None:
     """Unless clients have requests in flight, which the error would end."""
     group = start(count=2)
-    other = RouterPlace("router-x", 1, "10.0.0.1:8000", "", "10.0.0.1:8000")  # a `headrace router` elsewhere
+    other = RouterAddresses("router-x", 1, "10.0.0.1:8000", "", "10.0.0.1:8000")  # a `headrace router` elsewhere
     first, second = map(_place, configs)
     assert group.places([other, first]) == [] and not group.ready([other, first])
     children[0].code = -9

@@ -43,7 +43,7 @@ from headrace_worker.offline import OfflineEngine, Prompt
 WINDOW = 512  # tokens of a sequence
 _POSITIONS = 64  # compared at once
 _NAMED = 3  # matrices that are too far from the original's
-_APART = 0.5  # of a matrix' size, by which it may differ from the original's; rounding to 4 bits costs 0.1 to 0.2
+_APART = 0.5  # share of a matrix' size by which it may differ from the original; rounding to 4 bits costs 0.1 to 0.2
 
 
 class Bound(NamedTuple):
@@ -63,7 +63,7 @@ EIGHT_BITS_CACHED = Bound(1e-2, 0.95)
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """Of all positions of a text whose next token is known."""
+    """The accuracy over all positions of a text whose next token is known."""
 
     positions: int
     divergence: float  # mean of KL(reference ‖ served), nats

@@ -33,7 +33,7 @@ class Completion:
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[SampledLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[SampledLogprobs] = field(default_factory=list)  # of the tokens after the first
+    prompt_logprobs: list[SampledLogprobs] = field(default_factory=list)  # the first token has none
     finish: Finish | None = None
     error: str = ""
     cached_tokens: int = 0

@@ -50,7 +50,8 @@ class AdminClient:
             self._host, self._port = split_address(self.state.admin_url)
             self._key = self._key or self.state.admin_key
             self._tls = partial(tls_of, self.state)
-        elif self._key and (choice.admin_port is not None or not choice.given):  # of another user, or forwarded to here
+        elif self._key and (choice.admin_port is not None or not choice.given):
+            # The server is another user's, or its port is forwarded to this machine.
             self._host, self._port = "127.0.0.1", choice.admin_port or DEFAULT_ADMIN_PORT
             self._tls = verified if ca else self._tls
         else:
@@ -133,7 +134,7 @@ def starting_error(server: ServeState) -> NotRunningError:
 
 
 def error_sentence(response: http.client.HTTPResponse) -> str:
-    """Of an answer that is an error."""
+    """The message of an answer that is an error."""
     try:
         return str(json.load(response)["error"]["message"])
     except (ValueError, KeyError, TypeError, OSError, http.client.HTTPException):

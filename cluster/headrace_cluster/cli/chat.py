@@ -192,7 +192,7 @@ class _Answer:
 
 
 def _kind(call: dict[str, Any]) -> tuple[str, str]:
-    """Of a call, or a part of one: the field with its name, and the field in it with its arguments."""
+    """Two keys of a call, or of a part of a call: the field with its name, and the field in it with its arguments."""
     return ("custom", "input") if "custom" in call else ("function", "arguments")
 
 

@@ -22,7 +22,7 @@ from headrace_cluster.local.run_logs import in_use, runs, server_of
 from headrace_cluster.local.state import describe
 from headrace_cluster.program import program_name
 
-POLL_SECONDS = 0.25  # of files with --follow
+POLL_SECONDS = 0.25  # pause between two reads of the files with --follow
 
 app = typer.Typer(rich_markup_mode=None)
 

@@ -21,7 +21,7 @@ STOP_SECONDS = 60.0  # after the time for requests: to move the remaining ones a
 CONNECT_SECONDS = 45.0  # for routers to connect to replicas that are ready; a lost one counts for 40 s
 START_SECONDS = 1800.0  # to load a model again
 
-Entry = dict[str, Any]  # of a replica, in the answer of GET /status
+Entry = dict[str, Any]  # entry of one replica in the answer of GET /status
 Seconds = Annotated[
     float | None, typer.Option("--seconds", min=0, help="For requests in flight; what is left moves. [default: 5]")
 ]

@@ -16,7 +16,7 @@ class ServerChoice:
     admin_port: int | None = None
     names: tuple[str, ...] = ()
     given: str = ""  # as it was written: '--port 9000'
-    url: str = ""  # of the admin API of a cluster elsewhere; nothing else is given then
+    url: str = ""  # URL of the admin API of a cluster elsewhere; nothing else is given then
 
     def matches(self, server: ServeState) -> bool:
         """Whether this server matches all criteria."""

@@ -15,7 +15,7 @@ from headrace_cluster.cli.servers import ServerChoice
 if TYPE_CHECKING:
     from rich.console import Console
 
-SHOWN_SECONDS = 0.0005  # of a cause
+SHOWN_SECONDS = 0.0005  # least duration of a cause that is shown
 EXPLAIN_SECONDS = 10.0
 PROFILE_SECONDS = 120.0  # a window is open for a minute at most; then the traces are written
 _STYLES = {

@@ -21,7 +21,7 @@ from headrace_router.access.tls_files import TlsFiles
 from headrace_router.api.http.http_server import http_config
 from headrace_router.core.limits import Limits
 
-ADMIN_LIMITS = Limits(connections=128, header_seconds=1, idle_seconds=5)  # of a few clients of one operator
+ADMIN_LIMITS = Limits(connections=128, header_seconds=1, idle_seconds=5)  # limits for a few clients of one operator
 
 _HOSTS = {"127.0.0.1", "localhost", "[::1]"}
 

@@ -142,7 +142,7 @@ class ControlLoop:
         self._routers_seen: list[tuple[ReplicaName, int]] = []  # by the two builds that have most
         self._counted_routers = 0
         self._watched: dict[tuple[ReplicaName, int], asyncio.Task[None]] = {}  # ranks
-        self._streams: dict[ReplicaName, asyncio.Task[None]] = {}  # of health
+        self._streams: dict[ReplicaName, asyncio.Task[None]] = {}  # tasks that receive the health messages of a build
         self._steps: dict[tuple[ReplicaName, str], asyncio.Task[None]] = {}  # that are being made
         self._failures: dict[tuple[ReplicaName, str], tuple[int, float]] = {}  # how often, and not before when again
         self._saved = b""  # the record as it is kept

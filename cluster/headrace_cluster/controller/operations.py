@@ -42,7 +42,7 @@ class _Body(BaseModel):
 
 
 class ProfileBody(_Body):
-    """Of POST /profile; every field is optional."""
+    """The body of POST /profile; every field is optional."""
 
     replica: str | None = None
     steps: int = DEFAULT_STEPS
@@ -50,14 +50,14 @@ class ProfileBody(_Body):
 
 
 class RoleBody(_Body):
-    """Of POST /role."""
+    """The body of POST /role."""
 
     replica: str
     role: str
 
 
 class DrainBody(_Body):
-    """Of POST /drain. seconds: for requests in flight; none = the spec's value."""
+    """The body of POST /drain. seconds: for requests in flight; None = the spec's value."""
 
     replica: str
     seconds: float | None = Field(default=None, ge=0, le=MAX_DRAIN_SECONDS, allow_inf_nan=False)
@@ -65,9 +65,9 @@ class DrainBody(_Body):
 
 
 class RolloutBody(_Body):
-    """Of POST /rollout. replicas: empty = all. seconds: as for a drain. allow_gap: even if none serves meanwhile.
+    """The body of POST /rollout. replicas: empty = all. model: only the replicas of this model. seconds: as for /drain.
 
-    model: its replicas alone. settings: new values of keys of the model.
+    allow_gap: even if no replica serves meanwhile. settings: new values of the model's keys.
     """
 
     replicas: list[str] = []
@@ -78,21 +78,21 @@ class RolloutBody(_Body):
 
 
 class ScaleBody(_Body):
-    """Of POST /scale. pool: 'MODEL', or 'MODEL.prefill' and 'MODEL.decode'."""
+    """The body of POST /scale. pool: 'MODEL', or 'MODEL.prefill' and 'MODEL.decode'."""
 
     pool: str
     replicas: int = Field(ge=1, le=10_000)
 
 
 class ApplyBody(_Body):
-    """Of POST /apply. models: as in a spec file. dry_run: only say what would change."""
+    """The body of POST /apply. models: as in a spec file. dry_run: only say what would change."""
 
     models: list[dict[str, Any]] = Field(min_length=1)
     dry_run: bool = False
 
 
 class UndrainBody(_Body):
-    """Of POST /undrain."""
+    """The body of POST /undrain."""
 
     replica: str
 
@@ -107,7 +107,7 @@ class Operation:
 
 
 class ExplainBody(_Body):
-    """Of POST /explain. request: a request's id, or that of its answer."""
+    """The body of POST /explain. request: the id of a request, or of its answer."""
 
     request: str = Field(min_length=1, max_length=160)
 

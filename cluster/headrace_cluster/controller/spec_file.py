@@ -59,7 +59,7 @@ class SpecFile:
 
 
 def digest(path: Path) -> bytes:
-    """Of a file's content; empty if it cannot be read."""
+    """The digest of a file's content; empty if the file cannot be read."""
     try:
         return blake2b(path.read_bytes(), digest_size=16).digest()
     except OSError:

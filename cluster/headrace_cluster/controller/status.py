@@ -10,7 +10,7 @@ from headrace_cluster.controller.members import Membership
 from headrace_cluster.core.planner import Planner
 from headrace_cluster.core.rank_config import ProfileOutcome, Stage
 from headrace_cluster.core.replica_build import Build, State
-from headrace_cluster.core.view import BUILT_AGAIN, ClusterView, ReplicaProgress, RouterPlace
+from headrace_cluster.core.view import BUILT_AGAIN, ClusterView, ReplicaProgress, RouterAddresses
 from headrace_cluster.core.wanted import differences
 from headrace_cluster.core.words import Words
 from headrace_cluster.program import program_name
@@ -64,7 +64,7 @@ def view(loop: ControlLoop, membership: Membership, *, stop_requested: bool) -> 
         progress=[_progress(build) for build in current.values() if build is not None and _starts(build)],
         started={build.replica_id: build.started for build in current.values() if build is not None and build.started},
         roles={name: str(build.role if build else planner.wanted[name].role) for name, build in current.items()},
-        routers=[RouterPlace(r.id, r.pid, r.http, r.grpc, r.metrics) for r in membership.routers.values()],
+        routers=[RouterAddresses(r.id, r.pid, r.http, r.grpc, r.metrics) for r in membership.routers.values()],
         failures={name: why for name in planner.wanted if (why := _down_reason(planner, name, now))},
         in_flight=in_flight(loop),
     )
@@ -181,7 +181,7 @@ def _starts(build: Build) -> bool:
 
 
 def _progress(build: Build) -> ReplicaProgress:
-    """Of its slowest rank."""
+    """The progress of the slowest rank of a build."""
     starting = [report for report in build.reports.values() if report.stage is Stage.STARTING]
     if build.state is State.PENDING or not starting:
         stage = "placing it" if build.state is State.PENDING else "waiting for its processes"

@@ -31,7 +31,7 @@ class RankDriver(Protocol):
     spec: ClusterSpec  # with the words of operators
 
     def digest(self, replica_id: str, model: ModelSpec, roll: int) -> bytes:
-        """Of a replica as it is to be; equal to what its ranks report. roll: the number of its last roll."""
+        """The digest of a replica as it is to be; equal to what its ranks report. roll: the number of its last roll."""
         ...
 
     async def look(self) -> Seen:

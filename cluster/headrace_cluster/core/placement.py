@@ -8,7 +8,7 @@ from headrace_base.errors import counted, size_text
 from headrace_cluster.errors import PlacementError
 from headrace_cluster.spec.model_spec import ModelSpec
 
-# Of a rank without weights and cache. Measured: 303 MiB of private memory (Python, torch, transformers).
+# Memory of a rank without weights and cache. Measured: 303 MiB of private memory (Python, torch, transformers).
 PROCESS_BYTES = 256 << 20
 
 
@@ -17,7 +17,7 @@ class MemoryNeed:
     """The least memory that the ranks of one model use on this machine. Bytes."""
 
     model: ModelSpec
-    weights: int  # of one replica
+    weights: int  # bytes per replica
 
     @property
     def replicas(self) -> int:

@@ -34,7 +34,7 @@ from headrace_proto.role import Role
 from headrace_proto.stall import stall_limit
 
 ROUTERS_SECONDS = 4.0  # from a controller's start, for routers to find it: they try again within 3 s
-START_TRIES = 3  # of a replica that was never ready, when it dies without a named error
+START_TRIES = 3  # tries to start a replica that was never ready, when it dies without a named error
 PLACE_SECONDS = 5.0  # to place a second build of a replica: waiting longer frees no resources
 CONNECT_SECONDS = 60.0  # for every router to connect to a build that is ready; a lost one counts for 40 s
 STABLE_SECONDS = 0.5  # that every router must be connected to the next build before the old one drains
@@ -148,7 +148,7 @@ class Planner:
         return next((why for _, why, changes in others if changes or not wanted.allow_gap), "")
 
     def _find_unsettled(self, name: str) -> tuple[str, str, bool] | None:
-        """Of a replica that does not serve: its id, how it is, whether it changes now. None for one without a place."""
+        """Describes a replica that does not serve: id, how it is, whether it changes now. None if it has no place."""
         builds = self.builds_of(name)
         if len(builds) > 1 or any(build.leaving for build in builds):
             return name, f"{name} is being rolled", True

@@ -35,7 +35,7 @@ ENDED = (Stage.FAILED, Stage.ENDED)
 class Binding(msgspec.Struct, frozen=True):
     """What rank 0 of a replica tells each rank before it starts, once all of them exist."""
 
-    rendezvous: Rendezvous | None = None  # of several ranks
+    rendezvous: Rendezvous | None = None  # set for a replica of several ranks
     visible_gpus: tuple[str, ...] = ()
     gpu: int | None = None  # index among these
 
@@ -48,7 +48,7 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     node: str
     gpus: list[str]  # assigned by Ray
-    digest: bytes  # of what it was built for
+    digest: bytes  # digest of what the rank was built for
     secrets: tuple[bytes, ...]  # fingerprints of the values that it accepts; none: it has not received any
     model: str
     tp: int
@@ -56,13 +56,13 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     role: str
     started: ReplicaStarted | None = None  # once it was ready
     drain_seconds: float = 0.0  # left for requests in flight, while it drains
-    progress: str = ""  # of the start, in words
-    fraction: float = 0.0  # of that part of the start, 0..1
+    progress: str = ""  # phase of the start, in words
+    fraction: float = 0.0  # fraction of that phase that is done, 0..1
     error: str = ""  # why it failed or ended, in a sentence
     final: bool = False  # another start would fail the same way
     secondary: bool = False  # another rank caused it
     lacks_resources: bool = False  # there is too little memory
-    log_path: str = ""  # of its log file, in the folder of the run that started it
+    log_path: str = ""  # path of the rank's log file, in the folder of the run that started the rank
 
 
 def bind_gpus(places: Sequence[tuple[str, Sequence[str]]]) -> list[Binding]:

@@ -52,20 +52,20 @@ class Build:
     digest: bytes = b""
     role: Role = Role.BOTH  # that routers use
     state: State = State.PENDING
-    since: float = 0.0  # of the state
+    since: float = 0.0  # time since which the build is in this state
     up_since: float = 0.0  # that it was ready or unhealthy for the first time
     last_health: float = 0.0  # last health message
     silence_limit: float = 0.0  # seconds without a health message until it is unhealthy
     connected: float | None = None  # time since which every router is connected to it
     requests: int = 0  # that run or wait, by its last health message
     refuses: bool = False  # new ones, by the same message
-    cause: str = ""  # of the state
+    cause: str = ""  # cause of the state
     made_here: bool = False  # by this controller
     requested: bool = False  # its placement group
     placed: bool = False  # its placement group has a place
     filled: bool = False  # its ranks were created
     reports: dict[int, RankReport] = field(default_factory=dict)
-    ranks: set[int] = field(default_factory=set)  # of which Ray has an actor
+    ranks: set[int] = field(default_factory=set)  # ranks that have an actor in Ray
     killed: dict[int, float] = field(default_factory=dict)  # when Ray reported their end
     failed_at: float | None = None  # the first rank
     touched: float = 0.0  # the last call that changes it has ended: what was seen before does not count
@@ -173,8 +173,8 @@ class Slot:
     """What this controller remembers of one replica: a lost memory costs a repeated try."""
 
     failures: list[float] = field(default_factory=list)  # when its builds failed
-    not_before: float = 0.0  # of the next build
-    cause: str = ""  # of the last failure
+    not_before: float = 0.0  # earliest time of the next build
+    cause: str = ""  # cause of the last failure
     served: bool = False  # it was ready
     refused: bytes | None = None  # the digest whose build failed while an old one serves: it is not tried again
     refusal: str = ""  # why

@@ -23,7 +23,7 @@ Revisions = Mapping[str, ResolvedRevision]  # by the name of the model
 
 
 def resolved_revisions(spec: ClusterSpec, pinned: ClusterSpec) -> dict[str, ResolvedRevision]:
-    """Of the models that do not name a commit themselves. spec: as it was written; pinned: with commits."""
+    """Revisions of the models that do not name a commit themselves. spec: as it was written; pinned: with commits."""
     return {
         written.name: ResolvedRevision(source=written.source, revision=written.revision, commit=model.revision)
         for written, model in zip(spec.models, pinned.models, strict=True)

@@ -25,7 +25,7 @@ class Opened(msgspec.Struct, frozen=True, kw_only=True):
     control_port: int
     admin_port: int
     adopted: int = 0  # builds of an earlier controller that continue
-    outdated: int = 0  # of these: with other settings than the spec's; they are replaced one after the other
+    outdated: int = 0  # adopted builds with other settings than the spec's; they are replaced one after the other
 
 
 class ReplicaProgress(msgspec.Struct, frozen=True):
@@ -36,7 +36,7 @@ class ReplicaProgress(msgspec.Struct, frozen=True):
     fraction: float
 
 
-class RouterPlace(msgspec.Struct, frozen=True):
+class RouterAddresses(msgspec.Struct, frozen=True):
     """Where a router that is connected to this controller listens."""
 
     id: str  # random for each start of the process: numbers of processes repeat, on other nodes and in containers
@@ -55,7 +55,7 @@ class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
     progress: list[ReplicaProgress]
     started: dict[str, ReplicaStarted]
     roles: dict[str, str]  # by replica id
-    routers: list[RouterPlace]
+    routers: list[RouterAddresses]
     failures: dict[str, str]  # replicas that are down or unhealthy, and why
     unable: dict[str, str] = {}  # replicas that were never ready and cannot start, and why
     problems: list[str] = []  # what failed in the controller lately, and is repeated

@@ -14,7 +14,7 @@ from headrace_cluster.spec.model_spec import ModelSpec
 from headrace_cluster.spec.section import reason
 from headrace_proto.role import Role
 
-Digest = Callable[[str, ModelSpec, int], bytes]  # of a replica id, its model and the number of its last roll
+Digest = Callable[[str, ModelSpec, int], bytes]  # takes a replica id, its model and the number of its last roll
 
 
 @dataclass(frozen=True, slots=True)

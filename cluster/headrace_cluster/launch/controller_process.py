@@ -34,7 +34,7 @@ class ControllerProcess:
         self._admin = PortReservation(spec.admin.host, spec.admin.port, "the admin API", "--admin-port")
         self._control = PortReservation(control_host, spec.control.port or 0, "the controller", "--control-port")
         self._child: ChildProcess | None = None
-        self._pid: int | None = None  # of the one that `_deadline` is of
+        self._pid: int | None = None  # process to which `_deadline` applies
         self._deadline = 0.0  # for its next answer
         self._view: ClusterView | None = None  # the newest one, until it is taken
         self.admin_port, self.control_address = self._admin.port, host_port(control_host, self._control.port)

@@ -196,7 +196,7 @@ def _tell(pipe: IO[bytes], view: ClusterView) -> None:
 
 
 def check_spec(spec: ClusterSpec) -> ClusterSpec:
-    """Of other models: their files where they are here, and their commits. Raises a HeadraceError."""
+    """Checks other models: their files, where this machine has them, and their commits. Raises a HeadraceError."""
     return check_models(spec, log.warning)[0]
 
 

@@ -8,8 +8,8 @@ from headrace_base.errors import HeadraceError
 from headrace_base.logs import LogFormat
 from headrace_cluster.core.view import BUILT_AGAIN, ClusterView
 
-_log: Any = None  # of a server process; client commands print sentences
-_format: LogFormat | None = None  # of its lines
+_log: Any = None  # logger of a server process; client commands print sentences
+_format: LogFormat | None = None  # format of the logger's lines
 
 
 def use_log_format(format: LogFormat) -> None:

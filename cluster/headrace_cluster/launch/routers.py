@@ -15,7 +15,7 @@ from pydantic import SecretStr
 
 from headrace_base.address import host_port, port_of, split_address
 from headrace_base.logs import LogConfig
-from headrace_cluster.core.view import RouterPlace
+from headrace_cluster.core.view import RouterAddresses
 from headrace_cluster.errors import SpecError
 from headrace_cluster.launch.child_process import ChildProcess
 from headrace_cluster.launch.display import show_message
@@ -87,7 +87,7 @@ class RouterGroup:
         self._grpc = PortReservation(routers.host, routers.grpc_port, "gRPC", "--grpc-port")
         self.http_port, self.grpc_port = self._http.port, self._grpc.port
         self._children: list[ChildProcess] = []
-        self._ids = [""] * routers.count  # of the last start of each
+        self._ids = [""] * routers.count  # router id of the last start of each router
         self._metrics_ports = dict(enumerate(spec.metrics_ports))  # by router; one that was chosen is kept
         self._shared = routers.count > 1
 
@@ -117,7 +117,7 @@ class RouterGroup:
             self._children.append(ChildProcess("router", label, log, partial(configure, index)))
             self._children[-1].start()
 
-    def places(self, known: Sequence[RouterPlace]) -> list[RouterPlace]:
+    def places(self, known: Sequence[RouterAddresses]) -> list[RouterAddresses]:
         """The addresses of our routers, in order, from the controller's list; empty until it contains all of them."""
         by_id = {place.id: place for place in known}
         for index, (router_id, child) in enumerate(zip(self._ids, self._children, strict=True)):
@@ -127,7 +127,7 @@ class RouterGroup:
                     self._metrics_ports[index] = port_of(by_id[router_id].metrics)
         return [by_id[each] for each in self._ids] if by_id.keys() >= set(self._ids) else []
 
-    def ready(self, known: Sequence[RouterPlace]) -> bool:
+    def ready(self, known: Sequence[RouterAddresses]) -> bool:
         """Whether every router is in the controller's list, and reports ready on its own address."""
         cert, places = self._spec.tls.cert, self.places(known)
         context = pinned(cert) if cert is not None else None

@@ -29,7 +29,7 @@ from headrace_cluster.spec.cluster_spec import ClusterSpec
 
 CLOSE_SECONDS = 4.0  # from the end of the last request to the end of all processes, by force if necessary
 START_SECONDS = 0.3  # between two rounds of a cluster that starts
-WATCH_SECONDS = 0.5  # of one that serves
+WATCH_SECONDS = 0.5  # pause between two rounds of a cluster that serves
 UP_SECONDS = 0.2  # between two looks at whether the first controller is up
 ABORT_SECONDS = 1.0  # for routers to end requests in flight with an error after a second signal
 

@@ -19,7 +19,7 @@ class ServerRecord:
     """Each phase of the start adds what it knows. Before `save` it is in memory only. Writing raises StateError."""
 
     def __init__(self, spec: ClusterSpec, *, with_router: bool, detaches: bool = False) -> None:
-        """Of a process that starts: addresses are those of the spec. detaches: the cluster goes on after its end."""
+        """Records a starting process, with the spec's addresses. detaches: the cluster goes on without the process."""
         process = ProcessId.of(os.getpid())
         assert process is not None
         self._spec = spec

@@ -53,7 +53,7 @@ def waiting() -> list[str]:
 
 
 def _states(folder: Path, *, alive: bool) -> Iterator[tuple[Path, dict[str, str]]]:
-    """Of processes that live, or of those that have ended."""
+    """Yields each state file and its content: of processes that live, or of processes that have ended."""
     for path in sorted(folder.glob("*.json")):
         try:
             state = json.loads(path.read_text())

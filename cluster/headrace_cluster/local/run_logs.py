@@ -14,7 +14,7 @@ from headrace_cluster.errors import StateError
 from headrace_cluster.local import state
 from headrace_cluster.local.state import ServeState
 
-KEPT_RUNS = 5  # of a server, the new one included
+KEPT_RUNS = 5  # runs of a server whose folders are kept, the new run included
 SERVER_FILE = "server.json"
 
 _NAME = re.compile(r".+-\d+-20\d{6}T\d{6}Z")

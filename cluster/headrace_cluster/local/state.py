@@ -92,7 +92,7 @@ def new_key() -> str:
 
 
 def path_of(state: ServeState) -> Path:
-    """Of its state file. Raises StateError."""
+    """The path of the server's state file. Raises StateError."""
     return home() / f"serve-{state.pid}.json"
 
 

@@ -44,7 +44,7 @@ class RayCalls:
                 return await future
         except TimeoutError as error:
             if not future.cancelled():
-                raise  # of the work itself
+                raise  # the work itself raised this error
             raise RayHangsError(f"Ray has not answered within {self._seconds:g} s") from error
 
     def _work(self) -> None:

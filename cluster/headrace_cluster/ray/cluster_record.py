@@ -7,7 +7,7 @@ from headrace_cluster.ray import private
 
 
 class ClusterRecord:
-    """Of one cluster. Every call blocks, and raises an error of Ray when the GCS does not answer."""
+    """The record of one cluster. Every call blocks, and raises an error of Ray when the GCS does not answer."""
 
     def __init__(self, cluster: str) -> None:
         self._words_key, self._lease_key = f"{cluster}/words", f"{cluster}/lease"
@@ -23,7 +23,7 @@ class ClusterRecord:
         private.put_value(self._words_key, msgspec.msgpack.encode(words))
 
     def lease(self) -> Lease | None:
-        """Of the controller that acts; None without one."""
+        """The lease of the controller that acts; None without a lease."""
         encoded = private.get_value(self._lease_key)
         return msgspec.msgpack.decode(encoded, type=Lease) if encoded else None
 

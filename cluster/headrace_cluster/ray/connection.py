@@ -105,7 +105,7 @@ def await_gcs(address: str, seconds: float = GCS_SECONDS) -> None:
 
 
 def set_ray_environment() -> None:
-    """Of every process that uses Ray, before it imports it."""
+    """Sets the environment of this process for Ray. Every process that uses Ray does so before it imports Ray."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # no statistics are sent
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # Its handler replaces ours for SIGTERM, prints a stack and aborts the process three seconds later.
@@ -115,7 +115,7 @@ def set_ray_environment() -> None:
 
 
 def first_line(error: Exception) -> str:
-    """Of the message of an error of Ray."""
+    """The first line of the message of an error of Ray."""
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0].rstrip(".")[:300]
 

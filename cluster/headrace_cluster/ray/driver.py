@@ -45,14 +45,14 @@ from headrace_cluster.spec.model_spec import ModelSpec
 from headrace_proto.role import Role
 from headrace_worker.core.config import ReplicaConfig
 
-REPORT_SECONDS = 20.0  # of one call that waits for another report; then it is repeated
+REPORT_SECONDS = 20.0  # longest wait of one call for another report; then the call is repeated
 STARTING_SECONDS = 0.2  # between two reports of a start, whose progress changes often
 UNAVAILABLE_SECONDS = 0.1  # until a rank that could not be reached is asked again: Ray may know its end a moment later
 
 NODE_LABEL = "ray.io/node-id"
 SPREAD_SECONDS = 1  # for a place on a node without a replica of the model
 _VERSION = version("headrace")
-_CALLS = 8  # of a rank at a time: a report that is waited for, a profile, and short ones
+_CALLS = 8  # calls to a rank at a time: a report that is waited for, a profile, and short calls
 # Other errors of Ray do not show that a rank has ended.
 _KILLED = (ray.exceptions.RayActorError, ray.exceptions.NodeDiedError, ray.exceptions.ActorPlacementGroupRemoved)
 
@@ -77,7 +77,7 @@ class RayDriver:
         self._log_folder = log_folder
         self._on_gpus: set[str] = set()  # models with a replica on GPUs
         self._actors: dict[tuple[ReplicaName, int], Any] = {}  # handles
-        self._processes: dict[tuple[ReplicaName, int], ProcessId] = {}  # of ranks on this node
+        self._processes: dict[tuple[ReplicaName, int], ProcessId] = {}  # ranks on this node
 
     def digest(self, replica_id: str, model: ModelSpec, roll: int) -> bytes:
         return config_digest(self._config(ReplicaName(replica_id, 0), model, Role.BOTH, 0), roll, _VERSION)

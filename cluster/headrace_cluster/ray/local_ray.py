@@ -50,7 +50,7 @@ class LocalRay:
             raise RayStartError(f"Ray did not start: {first_line(error)}; see ray/ in the log folder") from error
         self.address, self.dashboard = self._node.address, self._node.dashboard
         link_ray_logs(logs, folder)
-        self._restarts = Restarts(BACKOFF, WINDOW_SECONDS, random.random)  # of its GCS
+        self._restarts = Restarts(BACKOFF, WINDOW_SECONDS, random.random)  # restarts of Ray's GCS
         self._restart_at: float | None = None
 
     def check(self) -> str:
@@ -86,7 +86,7 @@ class LocalRay:
 
 
 def _set_environment(token_file: Path, folder: Path) -> None:
-    """Of Ray's processes and of our children; before Ray is imported, which reads some of it."""
+    """Sets the environment of Ray's processes and of our children; before Ray is imported, which reads some of it."""
     # An address in the environment is of another Ray. Keys are for this process alone, which has read them.
     theirs = ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_NAMESPACE", "RAY_JOB_CONFIG_JSON_ENV_VAR")
     for name in (*theirs, "HEADRACE_API_KEYS", "HEADRACE_METRICS_KEY"):

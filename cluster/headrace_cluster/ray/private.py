@@ -63,7 +63,7 @@ def disable_driver_hooks() -> None:
 
 
 def get_value(key: str) -> bytes | None:
-    """Of the key-value store in Ray's GCS. Like the other calls it blocks, and raises when the GCS does not answer."""
+    """A value in the key-value store of Ray's GCS. Blocks like the other calls; raises if the GCS does not answer."""
     from ray.experimental import internal_kv
 
     found: bytes | None = internal_kv._internal_kv_get(key.encode(), namespace=_SPACE)

@@ -79,7 +79,7 @@ class RankActor:
             role=self._config.role,
             log_path=log_path,
         )
-        self._changed = threading.Condition()  # of the report
+        self._changed = threading.Condition()  # notified when the report changes
         self._drains_until = 0.0
         self._state = RankState(ReplicaName(self._config.replica_id, self._config.generation).rank(rank))
         self._state.write(self._newest.stage)

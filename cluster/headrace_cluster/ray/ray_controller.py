@@ -39,7 +39,7 @@ from headrace_router.access.tls_files import TlsFiles
 
 SPEC_SECONDS = 2.0  # between two looks at the spec file
 LEASE_SECONDS = 1.0  # between two renewals of the lease
-RENEWALS = 5  # of which none is made, for a controller not to act
+RENEWALS = 5  # renewals of the lease that a controller must miss to count as one that does not act
 NODE_SECONDS = 5.0  # between two looks at whether this node is part of Ray; it has left when two do not find it
 
 log = structlog.get_logger(__name__)
@@ -63,7 +63,7 @@ class LeaseLostError(Exception):
 
 
 class Controller:
-    """Connects a Supervisor with a RayDriver and the two servers. `open`, then `close` or nothing. Of one event loop.
+    """Connects a ControlLoop with a RayDriver and the two servers. `open`, then `close` or nothing. Of one event loop.
 
     Its process may end at any time: replicas, routers and streams go on.
     """
@@ -119,7 +119,7 @@ class Controller:
         )
         self._servers = contextlib.AsyncExitStack()  # that listen
         self._tasks: list[asyncio.Task[Any]] = []
-        self.stop_requested = False  # of the whole cluster
+        self.stop_requested = False  # a stop of the whole cluster
         self.taken = False  # by another controller
         self.node_lost = False  # Ray goes on without this node
         self.ended = asyncio.Event()  # this process is to end

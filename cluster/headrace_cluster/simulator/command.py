@@ -23,7 +23,7 @@ from headrace_cluster.simulator.simulation import WARM_UP_SECONDS, Setup, Simula
 from headrace_cluster.simulator.trace import Trace, read_trace
 from headrace_router.config import policy_hint
 
-LINE_SECONDS = 5.0  # of this machine's time, between two lines
+LINE_SECONDS = 5.0  # this machine's time between two lines
 
 
 class SimulationProgress:

@@ -28,14 +28,14 @@ class LatencyModel:
     per_prefill_token: Seconds
     per_decode_sequence: Seconds
     per_kv_token: Seconds  # read by a step
-    per_prefill_pair: Seconds  # of a prompt's token and a token that it attends to
-    kv_bytes: Count  # of a token
+    per_prefill_pair: Seconds  # pair: a prompt's token and a token that this token attends to
+    kv_bytes: Count  # bytes per token
     transfer_bandwidth: Annotated[float, Field(gt=0)]  # bytes per second between two replicas
     max_num_seqs: Count = 256
     max_num_batched_tokens: Count = 8192
 
     def seconds(self, work: Sequence[tuple[int, int]]) -> float:
-        """Of a step that computes positions [start, start + count) of its rows, as (start, count)."""
+        """The seconds of a step that computes positions [start, start + count) of its rows, as (start, count)."""
         prefill = decode = kv = pairs = 0
         for start, count in work:
             kv += start + count
@@ -47,7 +47,7 @@ class LatencyModel:
         return self.of(prefill, decode, kv, pairs)
 
     def of(self, prefill: int, decode: int, kv: int, pairs: int) -> float:
-        """Of a step with so many tokens of prompts, sequences that decode, KV tokens that are read, and pairs."""
+        """The seconds of a step with so many prompt tokens, sequences that decode, KV tokens read, and pairs."""
         return (
             self.base
             + self.per_prefill_token * prefill
@@ -57,7 +57,7 @@ class LatencyModel:
         )
 
     def transfer_seconds(self, tokens: int) -> float:
-        """Of a transfer, once it begins."""
+        """The seconds that a transfer takes, once it begins."""
         return tokens * self.kv_bytes / self.transfer_bandwidth
 
 

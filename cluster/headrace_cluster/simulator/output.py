@@ -47,7 +47,7 @@ def rows(result: Result) -> list[tuple[str, str]]:
     ]  # fmt: skip
     return [
         (name, value) for name, value in shown if "nan" not in value
-    ]  # of nothing: no request was predicted or served
+    ]  # values are NaN where no request was predicted or served
 
 
 def _seconds(values: Percentiles) -> str:

@@ -26,7 +26,7 @@ OUTPUT_TOKEN = 1 << 30  # output tokens begin here: position p of a row is OUTPU
 
 @dataclass(frozen=True, slots=True)
 class ReplicaShape:
-    """Of a replica; `kv_blocks` are those of its whole cache, running requests included."""
+    """Sizes and limits of a replica; `kv_blocks` are the blocks of its whole cache, running requests included."""
 
     latency: LatencyModel
     block_size: int

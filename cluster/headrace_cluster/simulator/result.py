@@ -47,7 +47,7 @@ class _Chains:
         self._numbers: dict[tuple[int, tuple[int, ...]], int] = {}
 
     def blocks(self, request: TraceRequest, model: int) -> Iterator[int]:
-        """Of the prompt's whole blocks."""
+        """Yields the numbers of the prompt's whole blocks."""
         before = -1 - model
         for end in range(self._block, request.input_tokens + 1, self._block):
             first = (end - self._block) // self._traced
@@ -100,22 +100,22 @@ class Result:
     arrivals_per_second: float
     hashed: bool  # whether the trace shows what prompts have in common; if not, hit rates are of nothing
     hit_rate: float  # prompt tokens that were in the cache where the prompt was computed
-    hit_rate_bound: float  # of one LRU cache as large as all of them together: no limit if the caches are small
-    hit_rate_unlimited: float  # of one cache that keeps everything
+    hit_rate_bound: float  # hit rate of one LRU cache as large as all caches together: no limit if the caches are small
+    hit_rate_unlimited: float  # hit rate of one cache that keeps everything
     ttft_seconds: Percentiles
     tpot_seconds: Percentiles
     slo: Slo
     goodput: float  # requests per second that meet the SLO
-    goodput_share: float  # of the requests
+    goodput_share: float  # share of the requests that meet the SLO
     throughput: float  # requests per second
-    tokens_per_second: float  # of answers
-    largest_share: float  # of the requests, on one replica
+    tokens_per_second: float  # tokens of answers
+    largest_share: float  # largest share of the requests on one replica
     imbalance: float  # largest share times replicas: 1 = even
     busiest: float  # share of the time that the busiest replica computed
     decision_ms: Percentiles
-    prediction_error: Percentiles  # of the time until the first token: |predicted - actual| / actual
+    prediction_error: Percentiles  # error of the predicted time until the first token: |predicted - actual| / actual
     preemptions: int
-    transfers: int  # of KV blocks, that were completed
+    transfers: int  # completed transfers of KV blocks
     fetched: int  # requests that were to fetch a prefix from another replica's cache
     prefilled: int  # requests whose prompt a prefill replica was to compute for another one
     wall_seconds: float

@@ -19,7 +19,7 @@ from headrace_cluster.simulator.virtual_time import VirtualTime
 from headrace_proto.replica_pb2 import ROLE_BOTH, ROLE_DECODE, ROLE_PREFILL, Role
 from headrace_router.core.policy.interface import Mode
 
-DEFAULT_CACHE_TOKENS = 800_000  # of a replica: about what an H200 has beside 8 billion parameters in bfloat16
+DEFAULT_CACHE_TOKENS = 800_000  # a replica's cache: about what an H200 has beside 8 billion parameters in bfloat16
 DRAIN_SECONDS = 0.5  # between two looks at a replica that drains
 WARM_UP_SECONDS = 1.0  # before the first request: replicas are connected and have reported
 
@@ -35,7 +35,7 @@ class Setup:
     decode: int = 0
     routers: int = 1
     models: int = 1  # each with the same number of replicas; requests take turns
-    cache_blocks: int = 0  # of each replica; 0 = what the latency model's machine has
+    cache_blocks: int = 0  # blocks of each replica's cache; 0 = what the latency model's machine has
     block_size: int = 0  # tokens; 0 = the trace's
     disaggregation: Mode = "shared"
     noise: float = 0.03  # standard deviation of a step's time

@@ -16,7 +16,7 @@ from headrace_worker.core.engine import Engine, LoadSnapshot
 from headrace_worker.core.transfer.fetching import SourceSpeed
 from headrace_worker.server.convert import to_source_speeds, to_step_model
 
-LEAST_STEPS = 3  # of a stretch
+LEAST_STEPS = 3  # steps of a stretch
 MOST_STEPS = 4096
 
 
@@ -24,7 +24,7 @@ MOST_STEPS = 4096
 class StretchStep:
     """What a router receives of a step, besides the tokens."""
 
-    number: int  # of the replica
+    number: int  # number of the step among the replica's steps
     end: float
     load: LoadSnapshot
     generated: int  # tokens of the replica so far
@@ -35,7 +35,7 @@ class StretchAttempt:
     """A running request at the beginning of a stretch."""
 
     attempt_id: bytes
-    first_index: int  # of its next token, among those of its answer
+    first_index: int  # index of the request's next token, among the tokens of its answer
     computed: int  # positions
     preemptions: int
 
@@ -49,8 +49,8 @@ class StretchAttempt:
 class ReportedStretch:
     """A stretch as one router receives it."""
 
-    attempts: list[StretchAttempt]  # of this router
-    frame: pb.ReplicaFrame  # of the newest step that the router has applied
+    attempts: list[StretchAttempt]  # attempts of this router
+    frame: pb.ReplicaFrame  # frame of the newest step that the router has applied
     steps: list[tuple[StretchStep, int]] = field(default_factory=list)  # with the number of steps until then
     applied: int = 0  # entries of `steps`
     delivered: int = 0  # steps whose tokens the router has

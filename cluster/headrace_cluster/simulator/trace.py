@@ -18,8 +18,8 @@ from headrace_cluster.simulator.errors import TraceError
 
 MOONCAKE_BLOCK = 512  # tokens of a block of `hash_ids`
 PRIVATE = 1 << 40  # ids of blocks that no other request has begin here
-MAX_BYTES = 1 << 30  # of a trace's text
-MAX_TOKENS = 1 << 31  # of a request, with its answer
+MAX_BYTES = 1 << 30  # bytes of a trace's text
+MAX_TOKENS = 1 << 31  # tokens of a request, with its answer
 MAX_TIMESTAMP = 1 << 53  # milliseconds
 MAX_DAYS = 366  # between the first and the last request
 _AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")  # columns

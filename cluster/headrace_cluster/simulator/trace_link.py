@@ -69,7 +69,7 @@ class TraceLink:
         """A simulated stream that is open brings steps."""
 
     def send_to_router(self, frame: pb.ReplicaFrame) -> None:
-        """Of the connected replica."""
+        """Sends a frame of the connected replica to the router."""
         replica = self._replica
 
         def arrive() -> None:
@@ -80,7 +80,7 @@ class TraceLink:
         self._time.after(self._network, arrive)
 
     def add_stretch(self, stretch: ReportedStretch) -> None:
-        """Of the connected replica."""
+        """Adds a stretch of the connected replica."""
         self._stretches.append(stretch)
 
     def sync(self) -> None:

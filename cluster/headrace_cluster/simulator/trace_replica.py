@@ -110,7 +110,7 @@ class TraceReplica:
         self._network = network
         self._skip = skip
         self._stretch: Stretch | None = None
-        self._reported: dict[RouterLink, ReportedStretch] = {}  # of it
+        self._reported: dict[RouterLink, ReportedStretch] = {}  # what each router receives of `_stretch`
         self._accepted = 0  # requests, by the engine
         self._idle_steps = 0  # after which nothing ran
         self._spent = 0.0  # seconds of the current turn
@@ -131,7 +131,7 @@ class TraceReplica:
         self.cache = CacheFeed(time, self.facts.identity.boot_id, network)
 
     def clock(self) -> float:
-        """Of the engine, within a turn, too."""
+        """The engine's time, within a turn, too."""
         return self._time.now + self._spent
 
     # What reaches it: called at the time of the message's arrival

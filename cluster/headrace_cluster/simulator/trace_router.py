@@ -68,7 +68,7 @@ class TraceRouter:
         disaggregation: Mode,
     ) -> None:
         """replica: by address. index_blocks: that the prefix index has places for."""
-        self.decision_seconds: list[float] = []  # of this machine's time
+        self.decision_seconds: list[float] = []  # seconds of this machine's time for each decision
         self._time = time
         self._random = random
         self._timers = VirtualTimers(time)

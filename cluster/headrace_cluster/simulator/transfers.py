@@ -22,7 +22,7 @@ from headrace_worker.core.transfer.orders import (
     TransferReport,
 )
 
-CONNECT_SECONDS = 0.05  # of two replicas that have not exchanged blocks before
+CONNECT_SECONDS = 0.05  # time to connect two replicas that have not exchanged blocks before
 
 
 class Process(Protocol):
@@ -34,7 +34,7 @@ class Process(Protocol):
     transfers: "SimulatedTransfers"
 
     def clock(self) -> float:
-        """Of its engine."""
+        """The time of the replica's engine."""
 
     def command(self, action: Callable[[], None]) -> None:
         """Something for the engine, before its next step."""

@@ -24,7 +24,7 @@ class Pool:
     replicas: int
     tp: int
     pp: int
-    node_labels: Mapping[str, str] = field(default_factory=dict)  # of the nodes where its ranks run
+    node_labels: Mapping[str, str] = field(default_factory=dict)  # labels of the nodes where the pool's ranks run
 
     @property
     def ranks(self) -> int:

@@ -46,7 +46,7 @@ def parse_ports(value: object) -> object:
 Bytes = Annotated[int, BeforeValidator(parse_bytes, json_schema_input_type=int | str)]
 PortRange = Annotated[tuple[int, int], BeforeValidator(parse_ports, json_schema_input_type=str)]
 Port = Annotated[int, Field(ge=0, le=65535)]
-Count = Annotated[int, Field(ge=1, le=1024)]  # of replicas, or of ranks in one direction
+Count = Annotated[int, Field(ge=1, le=1024)]  # number of replicas, or of ranks in one direction
 
 
 class Section(BaseModel):

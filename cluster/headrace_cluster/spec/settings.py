@@ -17,7 +17,7 @@ SETTINGS = tuple(settings_of(ClusterSpec))
 # Kubernetes sets HEADRACE_PORT to tcp://… in every container beside a Service named headrace.
 _SERVICE_URLS = ("tcp://", "udp://", "sctp://")
 _OTHER_VARIABLES = ("API_KEY", "API_KEYS", "METRICS_KEY", "ADMIN_KEY", "CONFIG", "HOME", "SERVER", "CA", "CLIENT_CERT")
-_NEAR = 0.9  # of 1: how alike two names are
+_NEAR = 0.9  # least similarity (0..1) at which a name counts as a misspelling of another
 
 
 def from_environment(environ: Mapping[str, str]) -> dict[str, str]:

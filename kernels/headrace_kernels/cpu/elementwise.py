@@ -10,7 +10,7 @@ from headrace_kernels.reference import elementwise as reference
 _rms_norm = load().headrace_rms_norm
 _add_rms_norm = load().headrace_add_rms_norm
 _activate = load().headrace_activate
-_SILU, _GELU = 0, 1  # of entries.h
+_SILU, _GELU = 0, 1  # values of `Activation` in entries.h
 _curve = load().headrace_curve
 _rope = load().headrace_rope
 

@@ -27,9 +27,9 @@ _LARGEST_HEAD = 512
 _LARGEST_REST = 128  # by which a key is larger than a value
 _LARGEST_GROUP = 64  # query heads per KV head: a tile holds a token with all of them
 _SPLIT_KEYS = 128  # no piece of a split tile is shorter
-_PIECES = 1056  # of short tiles, wanted in a step: eight per multiprocessor of an H200, so that late ones are short
+_PIECES = 1056  # pieces of short tiles, wanted in a step: eight per multiprocessor of an H200, so late ones are short
 _LONG_PIECES = 528
-_MOST_PIECES = 64  # of a tile, which one program merges
+_MOST_PIECES = 64  # pieces of a tile, which one program merges
 _PROGRAMS = 2048  # upper bound of a split grid of ordered attention: about 16 per multiprocessor of an H200
 _PLANNED = 1024  # tiles that the planner's program handles at a time
 
@@ -39,7 +39,7 @@ class Tiles:
     """The constants of one launch."""
 
     rows: int  # BLOCK_M: query rows of a tile, padding included
-    tokens: int  # of a tile
+    tokens: int  # tokens of a tile
     keys: int  # BLOCK_N
     warps: int
     stages: int
@@ -143,7 +143,7 @@ class _Launch:
             self.kv_heads = next(n for n in range(2, self.heads + 1) if not self.heads % n and self.heads // n <= most)
             key_head = value_head = 0
         self.tables = rows(meta.block_tables)
-        # Of one query token or head, table row, block, head and position, and of the scales of a block and a head.
+        # Strides of a query token or head, table row, block, head and position, and of the scales of a block and head.
         self.strides = (
             self.query.stride(0), self.query.stride(1), self.tables.stride(0), key_block, key_head, key_slot,
             value_block, value_head, value_slot, *((key_scales.stride(0), key_scales.stride(1)) if quant else (0, 0)),

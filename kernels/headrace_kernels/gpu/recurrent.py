@@ -10,9 +10,9 @@ from headrace_kernels.meta import StateMeta
 from headrace_kernels.reference import recurrent as reference
 
 _LARGEST_WIDTH = 16  # taps of a convolution
-_LARGEST_SIZE = 256  # of a key, of which a program has all
-_COLUMNS = 16  # of a state, per program of one warp
-_CHANNELS = 128  # of a convolution, per program
+_LARGEST_SIZE = 256  # largest size of a key: a program has the whole key
+_COLUMNS = 16  # columns of a state, per program of one warp
+_CHANNELS = 128  # channels of a convolution, per program
 _TOKENS = 8  # that it computes at once
 
 

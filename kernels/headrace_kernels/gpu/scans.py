@@ -10,9 +10,9 @@ from headrace_kernels.gpu.tensors import FLOATS, flat, power_of_2, rows
 from headrace_kernels.meta import StateMeta
 from headrace_kernels.reference import scans as reference
 
-_LARGEST_SIZE = 256  # of the state of a channel, of which a program has all
+_LARGEST_SIZE = 256  # largest size of the state of a channel: a program has the whole state
 _STATE = 4096  # numbers of a program's state, in the registers of four warps
-_LARGEST_GROUP = 16384  # of a norm
+_LARGEST_GROUP = 16384  # largest group of a norm
 
 
 def ssd(

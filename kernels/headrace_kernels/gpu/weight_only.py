@@ -20,7 +20,7 @@ _LOCKS = 2048  # numbers by which a product's programs wait for each other
 _WHOLE = 1e-3  # by which the quotient of minimum and scale may differ from a whole number
 _TILE = (128, 64)  # outputs, and inputs: weights are padded to whole ones by zeros
 _GROUPED = '{"gemm_type": "grouped_contiguous"}'
-_SMALLEST_GROUP, _OUTPUTS = 16, 8  # of inputs with a scale, and a unit of outputs (their zeros are words of 32 bits)
+_SMALLEST_GROUP, _OUTPUTS = 16, 8  # inputs with one scale, and outputs of a unit (a unit's zeros are words of 32 bits)
 
 
 def missing(device: torch.device, dtype: torch.dtype) -> str | None:

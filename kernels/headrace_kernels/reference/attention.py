@@ -8,8 +8,8 @@ from torch import Tensor
 
 from headrace_kernels.meta import AttentionMeta
 
-_SCORES = 1 << 25  # of tokens and keys that are selected from at once
-_NUMBERS = 1 << 27  # of the keys of several sequences that are read at once
+_SCORES = 1 << 25  # scores of tokens and keys that are selected from at once
+_NUMBERS = 1 << 27  # numbers in the keys of several sequences that are read at once
 
 
 def paged_attention(
@@ -189,7 +189,7 @@ def _attend_bucket(
 
 
 def _read(part: Tensor, scale: Tensor | None, block: Tensor, offset: Tensor) -> Tensor:
-    """Of keys or values [B, K, P, D], those at places [S, L] -> [S, L, K, D] float32."""
+    """Reads the entries at places [S, L] of keys or values [B, K, P, D] -> [S, L, K, D] float32."""
     if scale is None:
         return part[block, :, offset].float()
     read = part.view(torch.uint8)[block, :, offset].view(part.dtype).float()  # torch cannot index float8

@@ -45,7 +45,7 @@ def unpack(weight: PackedWeight) -> Tensor:
 
 
 def _numbers(raw: Tensor, weight: PackedWeight) -> Tensor:
-    """Of one scale or minimum per group and output: [out, groups]."""
+    """One scale or minimum per group and output: [out, groups]."""
     dtype = torch.float32 if weight.wide else torch.float16
     return _outputs(raw.contiguous().view(dtype).view(-1, weight.inputs // weight.group, WIDTH), weight)
 

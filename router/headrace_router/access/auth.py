@@ -14,7 +14,7 @@ from headrace_base.errors import HeadraceError
 from headrace_base.private_file import read_private
 
 SALT_BYTES = 16
-NAME_DIGITS = 8  # of its salt, in the name of a tenant without one
+NAME_DIGITS = 8  # hexadecimal digits of the salt, in the name of a tenant whose key has no name
 _AUTHORITY = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:]+)(?::[0-9]*)?")
 
 

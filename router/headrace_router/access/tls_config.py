@@ -49,5 +49,5 @@ class TlsConfig(BaseModel):
 
     @property
     def scheme(self) -> str:
-        """Of the URLs of these addresses."""
+        """The scheme of the URLs of these addresses."""
         return "https" if self.enabled else "http"

@@ -31,7 +31,7 @@ class LoadedTlsFiles:
     monitoring_context: ssl.SSLContext  # clients need no certificate
     grpc: grpc.ServerCertificateConfiguration
     certificate: x509.Certificate  # the server's own
-    authorities: list[x509.Certificate]  # of clients
+    authorities: list[x509.Certificate]  # authorities for clients' certificates
 
 
 class TlsFiles(WatchedFiles[LoadedTlsFiles]):
@@ -54,7 +54,7 @@ class TlsFiles(WatchedFiles[LoadedTlsFiles]):
         handshake.context = newest
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
-        """Of a gRPC server."""
+        """The credentials of a gRPC server."""
         return reloading_credentials(
             lambda: self.current, lambda loaded: loaded.grpc, require_client=self._require_client
         )

@@ -15,7 +15,7 @@ from headrace_router.answer.input_text import INPUT, opens_input
 
 
 class ReaderState(Enum):
-    """Of a reader."""
+    """The state of a reader."""
 
     READING = 0
     DONE = 1  # the calls are complete
@@ -45,7 +45,7 @@ class BracketMatcher:
         """quotes: what a string may be in. depth: brackets that are open already."""
         self._outside = regex.compile(rf"[{{}}\[\]()\\{quotes}\U000f0000-\U000f00ff]")
         self._depth = depth
-        self._quote = ""  # of the string that is open
+        self._quote = ""  # quote that began the open string
         self.broken = False  # a marker is in the value, outside of its strings
         self._place = 0  # in the text, up to which it was read
 
@@ -151,7 +151,7 @@ class ObjectsReader(_Base):
         self._custom = custom
         self._head_parts = 0  # parts that were read before the arguments
         self._array = ""  # what opened it
-        self._end = BracketMatcher()  # of the object, or of its arguments
+        self._end = BracketMatcher()  # finds the end of the object, or of its arguments
         self._step = self._open
 
     def feed(self, text: str) -> Iterator[Event]:
@@ -248,7 +248,7 @@ class ObjectsReader(_Base):
 
 
 def _string(text: str) -> str | None:
-    """Of a JSON string; None if it is no text."""
+    """The text of a JSON string; None if it is no text."""
     try:
         found = str(json.loads(text))
         found.encode()  # half a surrogate pair is no text
@@ -443,7 +443,7 @@ class PythonReader(_Base):
         """names: of the tools, where it is a call only if it names one."""
         super().__init__()
         self._names = names
-        self._end: BracketMatcher | None = None  # of the call
+        self._end: BracketMatcher | None = None  # finds the end of the call
 
     def feed(self, text: str) -> Iterator[Event]:
         self.rest = text

@@ -14,7 +14,7 @@ import regex
 
 FIRST_MARKER = 0xF0000  # the private character of the first marker
 MARKER = regex.compile("⟦(.+?)⟧")
-QUOTE = '<|"|>'  # of Form.GEMMA
+QUOTE = '<|"|>'  # begins and ends a string in ArgumentSyntax.GEMMA
 
 
 class ArgumentSyntax(Enum):
@@ -29,8 +29,9 @@ class ArgumentSyntax(Enum):
 
 @dataclass(frozen=True)
 class Tags:
-    """Of Form.TAGGED. key: its groups are `key` and, where the model says it, `kind`: the type of the value.
+    """The tags of ArgumentSyntax.TAGGED.
 
+    key: its groups are `key` and, where the model says it, `kind`: the type of the value.
     before: what is between a key and its value, and belongs to neither.
     """
 
@@ -62,7 +63,7 @@ class ToolFamily:
     wrapper: tuple[str, str] = ("", "")
     between: str = ""
     ident: str = ""
-    value: tuple[str, str] = ("", "")  # of Form.TAGGED: around a value; `{key}` is its name
+    value: tuple[str, str] = ("", "")  # around a value in ArgumentSyntax.TAGGED; `{key}` is the value's name
 
 
 @dataclass(frozen=True)

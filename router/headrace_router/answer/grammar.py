@@ -20,7 +20,7 @@ from headrace_router.core.errors import InvalidRequestError
 KEPT = 256  # grammars that are known to be right, of one model
 DEEPEST = 64  # arrays and objects in each other, in a schema
 _VALUES = ("const", "enum", "default", "examples")  # whose values are no schemas
-_FORMATS = (  # of JSON Schema: what the library does not know of these is refused
+_FORMATS = (  # formats of JSON Schema: those that the library does not know are refused
     "date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6", "uri",
     "uri-reference", "iri", "iri-reference", "uuid", "uri-template", "json-pointer", "relative-json-pointer", "regex",
 )  # fmt: skip
@@ -36,7 +36,7 @@ _OPTIONS: Any = {
 
 
 def schema_grammar(schema: Any) -> str:
-    """Of a JSON Schema, or its text. Raises ValueError."""
+    """The grammar of a JSON Schema, or of its text. Raises ValueError."""
     if isinstance(schema, str):
         try:
             schema = json.loads(schema, parse_constant=_refuse)

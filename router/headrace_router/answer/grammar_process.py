@@ -29,7 +29,7 @@ START_SECONDS = 30.0  # for the tokenizer: some tenths on an idle machine
 MEMORY_BYTES = 2 << 30
 WALKS = 8
 WALK_STEPS = 48
-WALK_PART = 0.5  # of the time of a grammar, after which no step is made
+WALK_PART = 0.5  # share of a grammar's time after which no step is made
 TOO_LONG = "it takes too long to compile; simplify it"
 _PR_SET_PDEATHSIG = 1
 
@@ -136,7 +136,7 @@ class Trial:
         return json.dumps(whole)
 
     def _with_checked_schemas(self, lark: str) -> str:
-        """Of a grammar in Lark's syntax. Raises GrammarError."""
+        """A grammar in Lark's syntax with its schemas checked. Raises GrammarError."""
         found, place = "", 0
         for start in (match.end() for match in re.finditer(r"%json\s*(?=\{)", lark)):
             try:
@@ -174,7 +174,7 @@ def _without_gbnf(grammar: str) -> str:
         return grammar
     try:
         return str(gbnf_to_lark(grammar))
-    except Exception as error:  # of the converter: several kinds of its own and of Python's
+    except Exception as error:  # the converter raises several kinds of its own and of Python's
         raise GrammarError(f"it is not valid GBNF: {str(error)[:MAX_REASON]}") from error
 
 

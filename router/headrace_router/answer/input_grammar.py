@@ -63,7 +63,7 @@ class _Rewriter:
         self._used: dict[str, set[str]] = {}  # names, by the rule or terminal that contains them
 
     def grammar(self, text: str) -> str:
-        """Of a whole grammar. Raises ValueError."""
+        """The rewritten text of a whole grammar. Raises ValueError."""
         rewritten = _LARK.sub(self._token, text)
         for name in ("start", *(name for names in self._used.values() for name in names)):
             if name not in self._used:
@@ -96,7 +96,7 @@ class _Rewriter:
         return "\n".join(self._import(name, name) for name in re.findall(r"\w+", found["many"]))
 
     def _name(self, name: str, defined: str | None) -> str:
-        """Of a rule or a terminal."""
+        """The rewritten name of a rule or a terminal."""
         if defined:
             self._rule = name
             self._used[name] = set()
@@ -114,7 +114,7 @@ class _Rewriter:
         """A literal."""
         if not self._quoted or _escaped(text) == text:
             return written
-        if case:  # of an escape sequence the case is fixed
+        if case:  # the case of an escape sequence is fixed
             return f"/{self._pattern(''.join(map(_class_char, text)), 'i')}/i"
         return json.dumps(_escaped(text), ensure_ascii=False).replace("\x7f", "\\u007f")
 
@@ -124,7 +124,7 @@ class _Rewriter:
             return pattern
         if "x" in flags:
             raise ValueError("the flag x of patterns is not supported in the grammar of a tool's input")
-        dots = ["s" in flags]  # of each open group, whether a dot is any character
+        dots = ["s" in flags]  # for each open group, whether a dot is any character
         found: list[str] = []
         for kind, written, char in _parts(pattern):
             if kind == "syntax":
@@ -148,12 +148,12 @@ def _quoted_set(written: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Of a JSON string."""
+    """Text as it is written in a JSON string, without the quotes."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def _text(literal: str) -> str:
-    """Of a literal in Lark's syntax. Raises ValueError."""
+    """The text of a literal in Lark's syntax. Raises ValueError."""
     plain = re.sub(r"\\(x(?=[0-9a-fA-F]{2})|.)", lambda found: r"\u00" if found[1] == "x" else found[0], literal)
     try:
         return str(json.loads(plain))

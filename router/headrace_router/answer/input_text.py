@@ -18,7 +18,7 @@ def opens_input(arguments: str) -> bool:
     return _OPENED.match(arguments) is not None
 
 
-class _Place(Enum):
+class _Position(Enum):
     BEFORE = auto()  # the string
     INSIDE = auto()
     AFTER = auto()
@@ -32,22 +32,22 @@ class InputText:
     """
 
     def __init__(self) -> None:
-        self._place = _Place.BEFORE
+        self._place = _Position.BEFORE
         self.held = ""  # JSON of which it is not certain yet what it is
 
     def add(self, arguments: str) -> str:
         """The part of the input that these arguments complete."""
         self.held += arguments
-        if self._place is _Place.BEFORE:
+        if self._place is _Position.BEFORE:
             found = _OPENED.match(self.held, partial=True)
             if found is not None and found.partial:
                 return ""
-            self._place = _Place.NONE if found is None else _Place.INSIDE
+            self._place = _Position.NONE if found is None else _Position.INSIDE
             self.held = self.held[found.end() :] if found is not None else self.held
-        if self._place is _Place.INSIDE:
+        if self._place is _Position.INSIDE:
             return self._string()
         text, self.held = self.held, ""
-        return text if self._place is _Place.NONE else ""
+        return text if self._place is _Position.NONE else ""
 
     def finish(self) -> str:
         """The rest of the input of a complete call."""
@@ -60,7 +60,7 @@ class InputText:
             found.append(self.held[start : special.start()])
             start = special.start()
             if special[0] == '"':
-                self._place, start = _Place.AFTER, len(self.held)
+                self._place, start = _Position.AFTER, len(self.held)
                 break
             escape = _ESCAPE.match(self.held, start)
             end = escape.end() if escape is not None else len(self.held)

@@ -85,7 +85,7 @@ class Syntax:
         self.quote = self._char_of.get(QUOTE, QUOTE)
 
     def compiled(self, pattern: str) -> "regex.Pattern[str]":
-        """Of a row's pattern."""
+        """The compiled pattern of a row."""
         return regex.compile(MARKER.sub(lambda found: self._marker(found[1]), pattern), regex.DOTALL)
 
     def begins_in_reasoning(self, prompt: str) -> bool:
@@ -128,7 +128,7 @@ def syntax_of(
     *,
     knows_tools: bool = True,
 ) -> Syntax:
-    """Of a model, from its chat template or the names of parsers.
+    """The syntax of a model, from its chat template or the names of parsers.
 
     Where the template knows no tools, calls are those of `hermes`, which our own text about tools asks for.
     """
@@ -177,13 +177,13 @@ class AnswerParser:
         self.syntax = syntax
         self._tools = tools
         self._custom = custom
-        self._input: InputText | None = None  # of the call that has not ended, if its tool is custom
+        self._input: InputText | None = None  # input of the call that has not ended, if its tool is custom
         self._one_call = one_call
         self._whole = whole
         self._buffer = ""
         self._reader: Reader | None = None
         self._opening = ""  # what began the calls, until the first of them has ended
-        self._call: list[Event] = []  # of the call that has not ended, where the answer is whole
+        self._call: list[Event] = []  # events of the call that has not ended, where the answer is whole
         self._begun = False  # a call has not ended of which events were passed on
         self._cut = False
         self._was_text = False  # what began like a call was text, so what ends it is, too
@@ -197,7 +197,7 @@ class AnswerParser:
         self._thoughts = syntax.thinking if tools is None else syntax.thinking_with_calls
         self._spelled = syntax.shown if tools is None and not special else syntax.spelled
         self._pushed = 0  # characters
-        self._ends: deque[int] = deque()  # of tokens, in characters, that are not known to be reasoning or not
+        self._ends: deque[int] = deque()  # ends of tokens not known to be reasoning or not, in characters
         self.reasoning_tokens = 0  # inside of the reasoning, without its marks
         self.calls = 0  # complete ones
         self._has_call = False  # events of a call were passed on
@@ -278,7 +278,7 @@ class AnswerParser:
         return self.calls > 0 or self.syntax.marker.search(self._buffer, place) is not None
 
     def _take(self, events: list[Event], found: "regex.Match[str]") -> None:
-        """Of a match at the start of the buffer."""
+        """Handles a match at the start of the buffer."""
         self._space = self._space_before or self._space
         self._space_before = self._space
         if self._thinking:
@@ -354,7 +354,7 @@ class AnswerParser:
         return True
 
     def _read_events(self, reader: Reader) -> Iterator[Event]:
-        """Of the buffer. The arguments of a custom tool are its input."""
+        """The events of the buffer. The arguments of a custom tool are its input."""
         for event in reader.feed(self._buffer):
             if isinstance(event, CallStart):
                 is_custom = event.name in self._custom

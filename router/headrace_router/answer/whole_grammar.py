@@ -252,7 +252,7 @@ def _values(schema: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any], st
 
 
 def _text_terminal(schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
-    """Of a string without quotes. Its length and its format are not enforced. Raises ValueError for a pattern."""
+    """The terminal of a string without quotes. Length and format are not enforced. Raises ValueError for a pattern."""
     while "$ref" in schema:  # `value_types` has followed it to a string
         schema = referred(schema["$ref"], root)
     choices = [schema["const"]] if "const" in schema else schema.get("enum")

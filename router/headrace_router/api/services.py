@@ -22,8 +22,8 @@ from headrace_router.dispatch.running_request import RunningRequest, Turns
 from headrace_router.text.model_card import ModelCard
 from headrace_router.text.tokenizer_pool import TokenizerPool
 
-SLICE_SECONDS = 0.002  # of formatting for one answer before others go on
-BLOCK_BYTES = 64 << 10  # of an answer that are written at a time
+SLICE_SECONDS = 0.002  # formatting time for one answer before other answers go on
+BLOCK_BYTES = 64 << 10  # bytes of an answer that are written at a time
 
 
 class WorkSlices:

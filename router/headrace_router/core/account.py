@@ -146,9 +146,9 @@ class TimeAccount:
         self.prompt_tokens = self.output_tokens = self.cached_tokens = 0
         self.preemptions = 0
         self.ahead = 0  # requests that ran or waited at the replica when it came
-        self.ahead_tokens = 0  # of prompts, computed there while it waited
+        self.ahead_tokens = 0  # prompt tokens that the replica computed while the request waited
         self.snapshot_tokens = 0  # after which it started from a snapshot of recurrent state
-        self.covered_tokens = 0  # of a model with recurrent state: whose keys and values were cached
+        self.covered_tokens = 0  # tokens whose keys and values were cached, of a model with recurrent state
         self._progress: Callable[[], tuple[int, int]] | None = None
         self._phase: Cause | _Phase = Cause.ADMISSION
         self._since = now
@@ -255,7 +255,7 @@ class TimeAccount:
 
     @property
     def _cause(self) -> Cause:
-        """Of the current phase; at a replica without that replica's times, which come at the end of the phase."""
+        """The cause of the current phase; at a replica, without the replica's times, which come when the phase ends."""
         if isinstance(self._phase, Cause):
             return self._phase
         return Cause.DECODE if self._phase is _Phase.ANSWER else Cause.QUEUE
@@ -291,7 +291,7 @@ class AccountTable:
         return account
 
     def discard(self, account: TimeAccount) -> None:
-        """Of a request that was refused before it was placed: refusals do not displace the accounts of others."""
+        """Removes the account of a request that was refused before placement: refusals displace no other accounts."""
         for name in self._ids.pop(account, ()):
             self._by_id[name].remove(account)
             if not self._by_id[name]:

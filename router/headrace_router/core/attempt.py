@@ -135,11 +135,11 @@ class Attempt:
     ):
         """max_tokens: of the answer, `first_index` tokens of earlier attempts included; 0 = no bound."""
         self.id = attempt_id
-        self.cached_tokens = 0  # of the prompt; in the first delta, like `queue_seconds`
+        self.cached_tokens = 0  # prompt tokens found in a cache; in the first delta, like `queue_seconds`
         self.queue_seconds: float | None = None  # None = no delta yet
         self.prompt_logprobs: Sequence[TokenLogprobs] = ()  # in the first delta
         self.preemptions = 0
-        self.times: AttemptTimes | None = None  # of the newest delta with some
+        self.times: AttemptTimes | None = None  # from the newest delta with times
         self.refusal = ""
         self.outcome: Outcome | None = None
         self.error: Exception | None = None

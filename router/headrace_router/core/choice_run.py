@@ -66,14 +66,14 @@ class Timers(Protocol):
     def after(self, seconds: float, call: Callable[[], None]) -> Callable[[], None]: ...
 
 
-SHARED_TOKENS = 64  # of a prompt at least, for its choices to wait until the first one has computed it
+SHARED_TOKENS = 64  # least tokens of a prompt whose choices wait until the first choice has computed it
 
 
 class SharedPrompt(Generic[C]):
     """The first choice sets `replica` and calls `release`; the others `wait`."""
 
     def __init__(self, tokens: int) -> None:
-        self.replica: ReplicaState[C] | None = None  # of the first choice
+        self.replica: ReplicaState[C] | None = None  # the replica that runs the first choice
         self.long = tokens >= SHARED_TOKENS
         self.computed = not self.long  # or the first choice has ended: a further one can start
         self._waiting: list[Callable[[Exception | None], None]] = []
@@ -117,7 +117,7 @@ class ChoiceRun(Generic[C]):
         self._ended = False
         self._cancel_next: Callable[[], None] | None = None
         self._cancel_deadline: Callable[[], None] | None = None
-        self._source: KvSource[C] | None = None  # of the running attempt
+        self._source: KvSource[C] | None = None  # where the running attempt gets KV blocks
         self._previous: ReplicaState[C] | None = None  # the stream's last replica, if it may still have its blocks
         self._kept: Attempt | None = None  # whose blocks stay there until the next attempt has tokens
         self._target: object = None  # the replica that a moved stream was assigned to

@@ -86,7 +86,7 @@ class FairQueue(Generic[T]):
         return min(self._waiting, key=self._start)
 
     def _start(self, tenant: str) -> float:
-        """Of the tenant's next item."""
+        """The start of the tenant's next item."""
         return max(self._waiting[tenant][0].arrival, self._ends.get(tenant, 0.0))
 
     def _forget(self, tenant: str) -> None:
@@ -96,10 +96,11 @@ class FairQueue(Generic[T]):
             del self._waiting[tenant]
 
 
-class Places:
-    """Beyond the capacity, and up to twice of it, a tenant may have an equal part: no other one keeps it out.
+class TenantSlots:
+    """Slots for running choices. A tenant below its equal share may exceed the capacity, up to 2 × the capacity.
 
-    A tenant with none may have those of one request even if its part is smaller. Alone, it has the capacity at most.
+    A tenant without a slot may have the slots of one request even if its share is smaller. A tenant that is alone has
+    at most the capacity.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -108,17 +109,17 @@ class Places:
         self._held: Counter[str] = Counter()
 
     def fits(self, tenant: str, count: int, reserved: int = 0) -> bool:
-        """Whether a tenant may have `count` more, at most the capacity.
+        """Whether a tenant may have `count` more slots; `count` is at most the capacity.
 
-        reserved: places for which a request of another tenant waits. Only equal parts may be used before it, and they
-        leave room for it.
+        reserved: slots that a waiting request of another tenant needs. A tenant below its equal share may go first,
+        where these slots stay free.
         """
         if not reserved and self.used + count <= self._capacity:
             return True
         return self.has_part(tenant, count) and self.used + reserved + count <= 2 * self._capacity
 
     def has_part(self, tenant: str, count: int) -> bool:
-        """Whether `count` more are within the tenant's equal part; else they wait for its own requests to end."""
+        """Whether `count` more slots are within the tenant's equal share; if not, its own requests must end first."""
         own = self._held[tenant]
         return not own or own + count <= self._capacity // len(self._held.keys() | {tenant})
 

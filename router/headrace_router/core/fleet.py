@@ -23,7 +23,7 @@ class ServedModel:
     aliases: tuple[str, ...]
     created: int
     max_model_len: int | None = None
-    defaults: Mapping[str, float] | None = None  # of options that requests may omit, by name
+    defaults: Mapping[str, float] | None = None  # values of options that requests may omit, by name
 
 
 class ServedModels:
@@ -37,7 +37,7 @@ class ServedModels:
         self._drained: set[str] = set()
 
     def update(self, entries: Iterable[ModelEntry]) -> None:
-        """Of a new member list."""
+        """Replaces the listed models by those of a new member list."""
         entries = list(entries)
         self._named_revisions = {entry.name: entry.revision for entry in entries if entry.revision}
         self._drained = {entry.name for entry in entries if entry.drained}
@@ -83,9 +83,9 @@ class ServedModels:
 
 PAUSE_SECONDS = 1.0  # between two calls of `maintain`: longer ones are pauses of this process
 EXPIRED_BLOCKS = 4_096  # that were expected, in each call of `expire`: some milliseconds
-SWEPT_SEGMENTS = 8  # of the prefix index, in each call of `maintain`: about a millisecond
+SWEPT_SEGMENTS = 8  # segments of the prefix index, in each call of `maintain`: about a millisecond
 PEERS = 32  # that a replica's speed is compared with: the median of more would be the same
-LEAST_COMPARISONS = 64  # of speeds in a call of `maintain`; more of them continue in the next calls
+LEAST_COMPARISONS = 64  # speeds compared in a call of `maintain`, at least; the others follow in the next calls
 COMPARISON_CALLS = 8  # in which all replicas are compared: less than the second that a measurement takes
 CHECKED_SECONDS = 1.0  # without a step: links and replicas that step more often are not looked at
 ARRIVALS = 4  # streams that one replica continues at a time, until they have tokens
@@ -132,7 +132,7 @@ class Fleet(Generic[C]):
         self._clock = clock
         self._maintained: float | None = None
         self._expired = 0  # place of the replica of which expected blocks have expired last
-        self._turn = 0  # of the peers in a comparison
+        self._turn = 0  # rotates the peers in a comparison
         self._ready: set[int] = set()  # links that were ready at the last `rebalance`
         self._links: dict[tuple[str, str, int], Link[C]] = {}  # in the order of the table
         self._unlisted: dict[tuple[str, str, int], Link[C]] = {}  # those of them to replicas that are no members

@@ -23,7 +23,7 @@ from headrace_router.core.replica_blocks import HashScheme
 from headrace_router.core.replica_state import C, ReplicaState
 from headrace_router.core.replica_table import Rows
 
-WEIGHT = 0.02  # of the newest answer
+WEIGHT = 0.02  # share of the newest answer in the mean
 FIRST = 256.0  # tokens, until answers are known
 MOST_MODELS = 1024
 
@@ -78,7 +78,7 @@ class Considered:
 
     replica_id: str
     cost: float  # predicted seconds: until the first token, of the answer, and by which others are delayed
-    cached_tokens: int  # of the prompt, that its cache had or was about to have
+    cached_tokens: int  # prompt tokens that its cache had or was about to have
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class Placed(Generic[C]):
 
     replica: ReplicaState[C]
     source: KvSource[C] | None = None  # None: what its cache lacks is computed there
-    expected_tokens: int = 0  # of the prompt, in its cache
+    expected_tokens: int = 0  # prompt tokens that the replica's cache is expected to have
     decision: Decision | None = None  # None: it was not chosen by a policy
 
     @property

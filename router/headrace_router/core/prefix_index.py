@@ -29,13 +29,13 @@ from numpy.typing import NDArray
 
 Digests: TypeAlias = NDArray[np.uint64]
 Values: TypeAlias = NDArray[np.int32]
-Places: TypeAlias = NDArray[np.int64]
+Positions: TypeAlias = NDArray[np.int64]
 
 BUCKET_PLACES = 8
-BUCKETS = 512  # of a segment
+BUCKETS = 512  # buckets per segment
 SEGMENT_PLACES = BUCKETS * BUCKET_PLACES
 NOWHERE = -1
-SPARE_BITS = 4  # of the directory, beyond those that uniformly distributed digests need
+SPARE_BITS = 4  # bits of the directory, beyond those that uniformly distributed digests need
 
 _LOW = np.uint64(BUCKETS - 1)
 _NEXT = np.uint64(BUCKETS.bit_length() - 1)
@@ -69,7 +69,7 @@ class DigestTable:
         """In use."""
         return len(self._depths)
 
-    def find(self, digests: Digests) -> Places:
+    def find(self, digests: Digests) -> Positions:
         """The place of each digest, NOWHERE for those that it does not have."""
         rows = self._rows(digests)
         found = (self._keys[rows] == digests[:, None, None]).reshape(len(digests), 2 * BUCKET_PLACES)
@@ -78,15 +78,15 @@ class DigestTable:
         places = rows[entry, column // BUCKET_PLACES] * BUCKET_PLACES + column % BUCKET_PLACES
         return np.where(found[entry, column], places, NOWHERE)
 
-    def values(self, places: Places) -> Values:
+    def values(self, places: Positions) -> Values:
         """The values at places that `find` returned, none of them NOWHERE."""
         return self._values.reshape(-1)[places]
 
-    def replace(self, places: Places, values: Values) -> None:
+    def replace(self, places: Positions, values: Values) -> None:
         """Stores other values at such places."""
         self._values.reshape(-1)[places] = values
 
-    def remove(self, places: Places) -> None:
+    def remove(self, places: Positions) -> None:
         """Forgets the digests at such places, which are distinct."""
         self._keys.reshape(-1)[places] = _EMPTY
         self.count -= len(places)
@@ -112,13 +112,13 @@ class DigestTable:
             left[chosen] = False
             digests, values = digests[left], values[left]
 
-    def filled(self, segment: int) -> tuple[Places, Values]:
+    def filled(self, segment: int) -> tuple[Positions, Values]:
         """The places of a segment that have digests, and their values."""
         rows = slice(segment * BUCKETS, (segment + 1) * BUCKETS)
         inside = np.flatnonzero(self._keys[rows].reshape(-1))
         return inside + segment * SEGMENT_PLACES, self._values[rows].reshape(-1)[inside]
 
-    def _rows(self, digests: Digests) -> Places:
+    def _rows(self, digests: Digests) -> Positions:
         """Both buckets of each digest: [N, 2]."""
         start = self._directory[digests >> np.uint64(64 - self._bits)] * BUCKETS
         rows = np.empty((len(digests), 2), np.int64)
@@ -150,7 +150,7 @@ class DigestTable:
         keys[moved] = _EMPTY
 
 
-FEW_BITS = 8  # of a set: one by one they are found sooner than all in an array
+FEW_BITS = 8  # up to so many bits of a set are found sooner one by one than all in an array
 NO_HOLDER = np.iinfo(np.int32).max
 
 
@@ -243,7 +243,7 @@ PRIOR = 32  # blocks of which half are asked for again, until more is known
 
 
 class ReuseShare:
-    """Of all replicas together: blocks are dropped by full caches only."""
+    """The share of dropped blocks that are asked for again, of all replicas together. Only full caches drop blocks."""
 
     def __init__(self) -> None:
         # The oldest first. Removing the first of a plain dict takes longer with every one that was removed before it.
@@ -280,7 +280,7 @@ class ReuseShare:
 
 
 FIRST_LOOKUP = 64  # blocks of a prompt; four times as many follow, as long as none is missing
-HASH_BYTES = 16  # of a block, as replicas report it
+HASH_BYTES = 16  # bytes of a block's hash, as replicas report it
 Lengths = NDArray[np.int64]
 
 
@@ -442,7 +442,7 @@ class PrefixIndex:
         return mask & self._firsts
 
     def _runs(self, digests: Digests) -> tuple[int, Sequence[tuple[int, int]]]:
-        """Of a prompt's leading blocks that the table has: how many; where each run with one code starts, and the code.
+        """How many leading blocks of a prompt the table has; where each run with one code starts, and the code.
 
         A prompt is looked up several times for one decision.
         """
@@ -467,7 +467,7 @@ class PrefixIndex:
             start, count = start + count, 4 * count
         return np.concatenate(parts)
 
-    def _store(self, places: Places, before: Values, codes: Values) -> None:
+    def _store(self, places: Positions, before: Values, codes: Values) -> None:
         self._looked_up = None
         empty = codes == NO_HOLDER
         changed = ~empty & (codes != before)

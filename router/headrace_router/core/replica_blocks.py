@@ -23,7 +23,7 @@ class GroupBlocks:
 
     window: int  # tokens that a query sees, itself included; 0 = all
     digests: Digests
-    snapshot: int | None = None  # of recurrent state: the blocks after which a prompt leaves one; None: keys and values
+    snapshot: int | None = None  # blocks before a prompt's snapshot of recurrent state; None: keys and values
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class PromptBlocks:
 
     @cached_property
     def digests(self) -> Digests:
-        """Of all groups with keys and values."""
+        """The digests of all groups with keys and values."""
         return np.concatenate([group.digests for group in self.groups if group.snapshot is None])
 
     @cached_property
@@ -97,7 +97,7 @@ class PromptBlocks:
 
 
 NO_ADAPTER = ""
-MAX_BLOCKS = 1 << 18  # of one prompt, in all cache groups: each is hashed and looked up
+MAX_BLOCKS = 1 << 18  # blocks of one prompt, in all cache groups: each block is hashed and looked up
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,7 @@ class HashScheme:
 
 
 EXPECTED_SECONDS = 5.0  # after the end of an attempt: the events of its blocks have come by then
-MAX_EVENTS = 1024  # of one frame; a replica sends one per cache group, and one that clears
+MAX_EVENTS = 1024  # events of one frame; a replica sends one event per cache group, and one that clears
 SLICE_HASHES = 512  # that are applied without a pause: a few ms of the event loop
 CALL_HASHES = 16  # that cost as much as a change of a few does
 FORGET_HASHES = 128  # that forgetting a prompt costs as much as, beside its own
@@ -190,7 +190,7 @@ class ReplicaBlocks:
     def __init__(self, index: PrefixIndex) -> None:
         self._index = index
         self.slot = index.open()
-        self.offloaded_slot: int | None = None  # of blocks that are in host memory or on disk alone, if there were any
+        self.offloaded_slot: int | None = None  # slot of blocks only in host memory or on disk, if there were any
         self.complete = False  # the blocks are those of a snapshot and all increments since
         self.held = 0  # blocks that the replica has
         self.full = False  # the index had no place for some of them

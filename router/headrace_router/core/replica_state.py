@@ -31,7 +31,7 @@ class Heartbeat:
     def __init__(self, clock: Callable[[], float]) -> None:
         self.step = -1  # the newest
         self._clock = clock
-        self._boot_id: bytes | None = None  # of the process at the other end of the last stream
+        self._boot_id: bytes | None = None  # boot id of the process at the other end of the last stream
         self.at = 0.0  # when the counter moved
         self._opened = 0.0  # when the stream was opened
 
@@ -93,7 +93,7 @@ class Unreported:
         self.tokens = 0
 
 
-STEPS = 2  # of the replica, after which its load includes a request that was on its way
+STEPS = 2  # steps after which the replica's load includes a request that was on its way
 
 
 @dataclass(slots=True)
@@ -148,11 +148,11 @@ class KnownReplica(Generic[C]):
         self.address = member.address
         self.identity: ReplicaIdentity = member.identity
         self.model = self.revision = ""  # until it is described
-        self.defaults: Mapping[str, float] = {}  # of options that requests may omit
+        self.defaults: Mapping[str, float] = {}  # default values of options that requests may omit
         self.facts: ModelFacts | None = None
         self.card: C | None = None
         self.load = Load()
-        self.scheme: HashScheme | None = None  # of its blocks
+        self.scheme: HashScheme | None = None  # hash scheme of the replica's blocks
         self.rows = self.step_tokens = 0  # see `Candidate`
         self._kv_blocks = self._block_size = 0
 
@@ -201,7 +201,7 @@ class KnownReplica(Generic[C]):
 
 
 _SERVING = (REPLICA_STATE_READY, REPLICA_STATE_UNHEALTHY)
-CACHE_FULL = 0.9  # of its blocks: from then on new ones replace others
+CACHE_FULL = 0.9  # share of the cache's blocks from which on new blocks replace others
 
 
 def _ignore() -> None:
@@ -244,7 +244,7 @@ class ReplicaState(KnownReplica[C]):
         self._unreported = Unreported()
         self.used_at = 0.0  # when a load last showed a running request
         self.preempted_at = -inf  # when it last showed another preemption
-        self._preemptions: int | None = None  # of the newest load
+        self._preemptions: int | None = None  # preemptions that the newest load shows
 
     # What policies read
 
@@ -341,7 +341,7 @@ class ReplicaState(KnownReplica[C]):
         self._changed = False
 
     def follow(self, on_change: Callable[[], None], on_frame: Callable[[], None]) -> None:
-        """Of the table that reads it: one at a time.
+        """Sets the calls of the table that reads this replica: one table at a time.
 
         on_change: called now, and at the first change after each `reset_changed`. on_frame: after each frame.
         """

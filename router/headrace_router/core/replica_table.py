@@ -15,7 +15,7 @@ from headrace_router.core.replica_blocks import HashScheme, PromptBlocks
 from headrace_router.core.replica_state import C, ReplicaState
 
 NONE = -1
-SPARE_NAMES = 64  # of models and revisions that no replica has any more, beside twice as many as replicas
+SPARE_NAMES = 64  # models and revisions that no replica has any more, beside twice as many as replicas
 READ_TOGETHER = 8  # changed replicas that are read after a frame: a decision finds fewer
 
 Rows = NDArray[np.int64]
@@ -51,7 +51,7 @@ def _offloaded_slot(_: object, replica: ReplicaState[Any]) -> int:
 
 _OF_TABLE = {
     "model": _model,
-    "scheme": _scheme,  # of hashing; NONE without
+    "scheme": _scheme,  # number of the hash scheme; NONE without
     "slot": _slot,  # in the prefix index
     "offloaded_slot": _offloaded_slot,  # the same, of blocks in host memory or on disk; NONE without
 }
@@ -94,7 +94,7 @@ class ReplicaTable(Generic[C]):
         self.hash_schemes: dict[HashScheme, int] = {}
         self._data = np.zeros((len(_AT), 0))
         self._changed: list[int] = []  # places of the replicas that have changed since they were read
-        self._facts: list[ModelFacts | None] = []  # of each replica, when it was read
+        self._facts: list[ModelFacts | None] = []  # facts of each replica, when it was read
 
     def set_replicas(self, replicas: Iterable[ReplicaState[C]]) -> None:
         """Those of the fleet, after it has changed."""
@@ -187,7 +187,7 @@ class ReplicaTable(Generic[C]):
         return values
 
     def schemes(self, rows: Rows) -> list[HashScheme]:
-        """Of these replicas."""
+        """The hash schemes of these replicas."""
         column = self.column("scheme", rows)
         return [scheme for scheme, number in self.hash_schemes.items() if (column == number).any()]
 
@@ -197,7 +197,7 @@ class ReplicaTable(Generic[C]):
         return np.where(self.column("scheme", rows) == self.hash_schemes.get(scheme, NONE - 1), values[slots], 0)
 
     def offloaded(self, blocks: PromptBlocks, scheme: HashScheme, index: PrefixIndex, rows: Rows, cached: Rows) -> Rows:
-        """Of so many cached tokens of a prompt, how many are in host memory or on disk alone, for these replicas."""
+        """How many of a prompt's `cached` tokens are only in host memory or on disk, for each of these replicas."""
         slots = self.column("offloaded_slot", rows).astype(np.int64)
         has = (slots != NONE) & (self.column("scheme", rows) == self.hash_schemes.get(scheme, NONE - 1))
         tokens = np.zeros(len(rows), np.int64)

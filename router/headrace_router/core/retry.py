@@ -28,8 +28,8 @@ Replica = TypeVar("Replica")
 RETRY_SECONDS = 0.1  # mean time between two searches for a ready replica; the first pause after refusals
 LONGEST_PAUSE = 2.0  # seconds; each pause after refusals is twice the one before
 MAX_NOT_FINITE = 2  # attempts of a choice
-MAX_REFUSALS = 100  # of a stream, without a new token
-MAX_MOVES = 16  # of a stream whose replicas ended in order
+MAX_REFUSALS = 100  # refusals of a stream, without a new token
+MAX_MOVES = 16  # moves of a stream whose replicas ended in order
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class RetryState(Generic[Replica]):
     patience: float  # seconds
     jitter: Callable[[], float] = lambda: 0.5  # uniform in [0, 1): spreads the retries of many choices
     excluded: list[Replica] = field(default_factory=list)
-    losses: int = 0  # of replicas that failed while the choice ran there
+    losses: int = 0  # replicas that failed while the choice ran there
     _tries: int = 0
     _refusals: int = 0
     _refused_in_round: int = 0  # since the last pause
@@ -50,7 +50,7 @@ class RetryState(Generic[Replica]):
     _pauses: int = 0
     _waiting_since: float | None = None
     _not_finite: int = 0  # attempts
-    _moves: int = 0  # of a stream whose replica was lost, in order or not
+    _moves: int = 0  # moves of a stream whose replica was lost, in order or not
 
     @property
     def round_over(self) -> bool:

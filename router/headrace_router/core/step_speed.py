@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from headrace_proto.replica_pb2 import Load, StepModel
 
-WINDOW_SECONDS = 1.0  # of busy steps that one measurement covers
+WINDOW_SECONDS = 1.0  # seconds of busy steps that one measurement covers
 WINDOW_STEPS = 2
-PROBE_STEPS = 4  # of a slow replica, which gets few requests
+PROBE_STEPS = 4  # steps that measure a slow replica, which gets few requests
 SLOW_WINDOWS = 2  # in a row: one may contain a pause
 SLOW = 3.0  # times as long as its peers take for the same step
 RECOVERED = 2.0
@@ -40,17 +40,17 @@ class StepMilliseconds(NamedTuple):
         return cls(model.base_ms, model.per_decode_sequence_ms, model.per_kv_token_ms)
 
     def step(self, decodes: float, kv_tokens: float) -> float:
-        """Of so many sequences, with so many tokens in the cache."""
+        """Milliseconds of a step of so many sequences, with so many tokens in the cache."""
         return self.base + self.per_decode_sequence * decodes + self.per_kv_token * kv_tokens
 
 
 class StepSpeed:
-    """Of one replica. `slow` is set after SLOW_WINDOWS slow windows, and cleared after one that is not."""
+    """One replica's speed. `slow` is set after SLOW_WINDOWS slow windows, and cleared after one that is not slow."""
 
     def __init__(self) -> None:
         self.slow = False
-        self.slowness = 1.0  # of the last window: 1 = like its peers
-        self.measured_at = -BASELINE_SECONDS  # of the last window
+        self.slowness = 1.0  # measured in the last window: 1 = like its peers
+        self.measured_at = -BASELINE_SECONDS  # when the last window ended
         self._probed_at = 0.0
         self._passed_over = 0  # requests since then
         self._last: _Frame | None = None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from headrace_base.errors import counted
 from headrace_router.access.auth import Tenant
 from headrace_router.core.errors import ApiError, OverloadedError, QuotaError
-from headrace_router.core.fair_queue import FairQueue, Places
+from headrace_router.core.fair_queue import FairQueue, TenantSlots
 from headrace_router.core.limits import Limits
 from headrace_router.dispatch.router_metrics import RouterMetrics
 
@@ -35,9 +35,9 @@ class Admission:
         self._metrics = metrics
         self._running = 0
         self._per_tenant: Counter[str] = Counter()
-        self._places = Places(limits.max_concurrent_requests)  # of the choices of the requests that run
+        self._slots = TenantSlots(limits.max_concurrent_requests)  # places for the choices of the requests that run
         self._waiting: FairQueue[_Waiter] = FairQueue(limits.max_queued_requests)
-        self._fail_running: set[Callable[[ApiError], None]] = set()  # of the requests that run
+        self._fail_running: set[Callable[[ApiError], None]] = set()  # functions that fail the requests that run
         self._admitted = 0  # run or wait
         self._ended = False
         self._drained = asyncio.Event()
@@ -152,16 +152,16 @@ class Admission:
     def _may_enter(self, tenant: Tenant, choices: int) -> bool:
         """Whether a new request runs at once. Those of one tenant stay in the order of the queue."""
         heads = self._waiting.heads()
-        reserved = next((w.choices for name, w in heads.items() if self._places.has_part(name, w.choices)), 0)
-        return tenant.name not in heads and self._places.fits(tenant.name, choices, reserved)
+        reserved = next((w.choices for name, w in heads.items() if self._slots.has_part(name, w.choices)), 0)
+        return tenant.name not in heads and self._slots.fits(tenant.name, choices, reserved)
 
     def _take(self, tenant: str, choices: int) -> None:
         self._running += 1
-        self._places.take(tenant, choices)
+        self._slots.take(tenant, choices)
 
     def _release(self, tenant: Tenant, choices: int) -> None:
         self._running -= 1
-        self._places.release(tenant.name, choices)
+        self._slots.release(tenant.name, choices)
         self._grant()
 
     def _grant(self) -> None:
@@ -179,9 +179,9 @@ class Admission:
         """
         reserved = 0
         for tenant, waiter in self._waiting.heads().items():
-            if self._places.fits(tenant, waiter.choices, reserved):
+            if self._slots.fits(tenant, waiter.choices, reserved):
                 return tenant
-            if not reserved and self._places.has_part(tenant, waiter.choices):
+            if not reserved and self._slots.has_part(tenant, waiter.choices):
                 reserved = waiter.choices
         return None
 

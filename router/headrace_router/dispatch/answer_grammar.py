@@ -54,7 +54,9 @@ class AnswerGrammars:
         field: str,
         thinking: bool,
     ) -> str:
-        """Of the whole answer; empty where it may be anything. thinking: it begins inside of the reasoning.
+        """The grammar of the whole answer; empty where the answer may be anything.
+
+        thinking: the answer begins inside of the reasoning.
 
         Where the schema of a tool cannot be followed, and the tool is not strict, its arguments are any object. Raises
         InvalidRequestError.

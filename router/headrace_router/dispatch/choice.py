@@ -132,7 +132,7 @@ class Choice:
 
     @property
     def reasoning_tokens(self) -> int:
-        """Of the output so far, those inside of the reasoning."""
+        """The number of output tokens so far that are inside of the reasoning."""
         return self._reasoner.reasoning_tokens if self._reasoner is not None else 0
 
     @property

@@ -62,12 +62,12 @@ class GenerationRequest:
     stop: tuple[str, ...]
     echoes: tuple[str, ...] = ()  # the prompt's text per choice, when the answer repeats it
     parser: Callable[[], AnswerParser] | None = None  # for each choice, where an answer is more than text
-    calls_before: int = 0  # of tools in the chat: some models count them
+    calls_before: int = 0  # calls of tools in the chat: some models count them
     special: bool = False  # special tokens stay in the text
 
     @property
     def prompt_tokens(self) -> int:
-        """Of all prompts, each counted once for all of its choices, as OpenAI counts."""
+        """The tokens of all prompts; each prompt counts once for all of its choices, as OpenAI counts."""
         return sum(len(choice.prompt_token_ids) for choice in self.choices if is_first(choice))
 
 
@@ -222,7 +222,7 @@ class Preparer:
         limits = self._limits
         count = (body.n or 1) * len(prompts)
         _at_most(count, limits.choices, "n", "choices (n x prompts)")
-        left = [card.max_model_len - len(prompt.token_ids) for prompt in prompts]  # of the context, for each answer
+        left = [card.max_model_len - len(prompt.token_ids) for prompt in prompts]  # context tokens for each answer
         if max(left) == card.max_model_len:
             raise InvalidRequestError("The prompt is empty: it needs at least one token.", param="prompt")
         self._check_length(card, min(left), "messages" if isinstance(body, ChatBody) else "prompt")
@@ -294,8 +294,9 @@ class Preparer:
     def _kept(
         self, body: ChatBody | CompletionBody, card: ModelCard, asked: int | None, api_default: int | None
     ) -> slice:
-        """Of the tokens of a prompt. -1 leaves to the answer as many as it may have, or half of the context where these
-        are all of it.
+        """The slice of a prompt's tokens that is kept.
+
+        -1 leaves to the answer as many tokens as it may have, or half of the context where these are the whole context.
         """
         count = body.truncate_prompt_tokens
         if count == -1:
@@ -347,7 +348,7 @@ class Preparer:
         return [TokenSequence(ids=ids) for ids in found if max(ids) < card.vocab_size]
 
     def _allowed_tokens(self, choices: int, sampling: Sampling) -> int:
-        """Of each choice, so that all of them and their log-probabilities stay within the limits."""
+        """The output tokens of each choice for which all choices and their log-probabilities stay within the limits."""
         allowed = self._limits.output_tokens // choices
         if not sampling.HasField("logprobs"):
             return allowed

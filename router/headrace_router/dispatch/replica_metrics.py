@@ -160,7 +160,7 @@ class FleetCollector:
 
 
 Totals = tuple[float, ...]
-MAX_BOOTS = 8  # of one replica at the same time
+MAX_BOOTS = 8  # boots of one replica at the same time
 
 
 class ReplicaCounters:

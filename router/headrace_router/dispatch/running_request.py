@@ -75,7 +75,7 @@ class Signal:
         self._set = False
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._since = 0.0  # of the wait, on the event loop's clock
+        self._since = 0.0  # start of the wait, on the event loop's clock
 
     def set(self) -> None:
         self._set = True
@@ -122,7 +122,7 @@ class Signal:
             self._waiter.set_result(None)
 
 
-SLICE_SECONDS = 0.002  # of the event loop, to begin choices
+SLICE_SECONDS = 0.002  # slice of the event loop's time, to begin choices
 
 log = structlog.get_logger("headrace.router.generation")
 

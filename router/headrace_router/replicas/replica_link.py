@@ -141,7 +141,7 @@ class ReplicaLink:
     def __init__(self, links: ReplicaLinks, member: Member) -> None:
         self._links = links
         self._wake = asyncio.Event()
-        self._stream: asyncio.Timeout | None = None  # of the open stream; without a time until `check_stall` ends it
+        self._stream: asyncio.Timeout | None = None  # has no deadline until `check_stall` ends the open stream
         self.state: ReplicaState[ModelCard] = ReplicaState(
             member,
             clock=time.monotonic,

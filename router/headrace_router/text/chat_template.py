@@ -122,7 +122,7 @@ class ChatTemplate:
             raise ChatTemplateError(
                 f"The model's chat template rejects these messages: {reason}", param="messages"
             ) from None
-        except Exception:  # of filters, methods and operators
+        except Exception:  # raised by filters, methods and operators
             raise ChatTemplateError("The model's chat template fails on these messages.", param="messages") from None
 
     @cached_property
@@ -210,7 +210,7 @@ class ChatTemplate:
         given = {"tools": tools, "documents": None, "add_generation_prompt": True, **self._special_tokens}
         try:
             return self._template.render({**given, "messages": messages, "strftime_now": datetime.now().strftime})
-        except Exception:  # of templates, filters and operators
+        except Exception:  # raised by templates, filters and operators
             return None
 
 

@@ -17,7 +17,7 @@ from headrace_router.text.line_json import line_json
 KNOWN_TOKENS = 1 << 15  # whose JSON is kept
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 HELD_TOKENS = 16  # without a complete character: they are none
-CONTEXT_TOKENS = 8  # of the prompt: they determine whether the first word keeps its leading space
+CONTEXT_TOKENS = 8  # tokens of the prompt: they determine whether the first word keeps its leading space
 
 
 class Detokenizer(Protocol):
@@ -155,7 +155,7 @@ class _General:
         self._held.append(token_id)
         try:
             piece: str | None = self._stream.step(self._tokenizer, token_id)
-        except Exception:  # of the library, which has no other kind
+        except Exception:  # raised by the library, which has no other type of exception
             return self._decode_held()
         if piece is not None:
             self._context = [*self._context, *self._held][-CONTEXT_TOKENS:]

@@ -80,7 +80,7 @@ class ModelCard:
         return self.chat(messages, {})[0]
 
     def form(self, options: Mapping[str, Any]) -> ChatForm:
-        """Of a chat with these options of the template: as transformers chooses it, by whether there are tools."""
+        """The form of a chat with these template options: chosen as transformers does, by whether there are tools."""
         return self._form if options.get("tools") is None else self._form_with_tools
 
     def chat(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> tuple[list[int], bool]:

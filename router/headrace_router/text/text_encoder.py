@@ -78,11 +78,11 @@ class ControlTokens:
         return str(part if self._normalizer is None else self._normalizer.normalize_str(part)).strip()
 
 
-_GROWING_CHARS = 50_000  # of a text whose normalized length is checked
+_GROWING_CHARS = 50_000  # fewest characters of a text whose normalized length is checked
 _GROWTH = 3  # normalized characters for each
 _PIECE_CHARS = 4096  # normalized at a time
 _ROUNDS = 32  # each one at least halves the spans that it found
-CONTROL_SPANS = 1024  # of users in one prompt: the text grows by a cut for each, and is encoded again
+CONTROL_SPANS = 1024  # spans of users' text in one prompt: the text grows by a cut for each span, and is encoded again
 
 
 class ControlTokenError(InvalidRequestError, code="control_token_in_text"):

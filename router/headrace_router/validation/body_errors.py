@@ -109,7 +109,7 @@ Body = TypeVar("Body", ChatBody, CompletionBody)
 UNSUPPORTED_ROLES = ("function",)
 _NO_OBJECT = ("dict_type", "model_type", "model_attributes_type")  # pydantic's types of errors
 _OBJECT = "it must be an object"
-# Of OpenAI's API, its Responses API, vLLM and transformers.
+# Types of content parts in OpenAI's API, its Responses API, vLLM and transformers.
 PART_KINDS = (
     *("image_url", "image", "input_image", "input_audio", "audio_url", "audio", "video_url", "video"),
     *("file", "input_file", "refusal"),
@@ -180,7 +180,7 @@ def _as_api_error(error: ValidationError, kind: type[BaseModel]) -> InvalidReque
     errors = error.errors(include_input=False, include_url=False, include_context=False)
     first = errors[0]
     same_field = [entry for entry in errors if entry["loc"][:1] == first["loc"][:1]]
-    # Of a field with several forms, the error with the longest path is that of the form that the client intended.
+    # The error with the longest path is that of the form that the client intended, where a field has several forms.
     first = max(same_field, key=lambda entry: len(_path(entry["loc"])))
     param = _path(first["loc"])
     if first["type"] == "missing":

@@ -118,7 +118,7 @@ class ToolUse:
 
     @property
     def schemas(self) -> Mapping[str, Mapping[str, Any]]:
-        """Of the parameters of each tool."""
+        """The schema of the parameters of each tool, by the tool's name."""
         return {tool.name: tool.schema for tool in self.offered}
 
     def loosened(self, names: Collection[str]) -> "ToolUse":
@@ -201,7 +201,7 @@ def _offered(tool: FunctionTool | CustomTool, place: int, required: bool) -> Off
 
 
 def _input_schema(custom: Custom) -> dict[str, Any]:
-    """Of the one argument that models know; its description has the grammar."""
+    """The schema of the one argument that models know; the argument's description has the grammar."""
     wanted = custom.format.grammar if custom.format is not None else None
     text: dict[str, Any] = {"type": "string"}
     if wanted is not None:

@@ -18,7 +18,7 @@ from headrace_worker.model.attention import LayerCache
 from headrace_worker.ranks.team import Team
 from headrace_worker.runner.pools import KVPools
 
-SIZES = 4  # of the file, beside that of the host memory, where none is given
+SIZES = 4  # times the host memory's size: the size of the file where none is given
 
 
 class HostSlots(NamedTuple):
@@ -118,5 +118,5 @@ def open_file(
         return open_at(0)
     places = min(team.gather_all(places))
     file = open_at(0) if rank == 0 else None
-    first = team.gather_all(file.number if file is not None else 0)[0]  # of rank 0's file
+    first = team.gather_all(file.number if file is not None else 0)[0]  # number of rank 0's file
     return file or open_at(first)  # a file with another number lacks rank 0's blocks: they count as absent

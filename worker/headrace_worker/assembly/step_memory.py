@@ -132,8 +132,9 @@ def _run(runner: Runner, stage: StageRunner | None, plan: StepPlan) -> None:
 
 
 def _launch_share(run: Callable[[StepPlan], None], runner: Runner, team: Team | None, tokens: int) -> float:
-    """Of the time of a step of so many tokens, the second time, that passes until it is launched: the largest share of
-    all ranks.
+    """Share of a step's time that passes until the step is launched: the largest of all ranks.
+
+    tokens: number in the step. The step runs twice; the second run counts.
     """
     plan = prompt_step(runner.layout, tokens, runner.max_len)
     launched = ended = 0.0
@@ -148,7 +149,7 @@ def _launch_share(run: Callable[[StepPlan], None], runner: Runner, team: Team | 
 
 
 def _graph_bytes(runner: Runner, recorder: GraphRecorder) -> int:
-    """Of all recordings, which share one pool: the inputs and outputs of all, the largest ones, and what others add.
+    """Bytes of all recordings, which share one pool: all inputs and outputs, the largest ones, and what others add.
 
     Raises whatever the recorder or the model raises when it cannot be recorded.
     """

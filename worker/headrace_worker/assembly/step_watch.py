@@ -22,7 +22,7 @@ class StepWatch:
         self._predicted = predicted
         self._on_hang = on_hang
         self._running = False
-        self._ticks = 0  # of the running step
+        self._ticks = 0  # ticks since the running step began
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="headrace-step-watch", daemon=True)
 

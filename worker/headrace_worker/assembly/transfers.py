@@ -36,7 +36,7 @@ _decode = msgspec.json.Decoder(TransferReport).decode
 
 @dataclass(frozen=True, slots=True)
 class Transfers:
-    """Of one rank."""
+    """The transfer worker of one rank, and what its file holds."""
 
     worker: TransferWorker | None  # None where NIXL cannot be used
     note: str  # a sentence for the start

@@ -21,7 +21,7 @@ from headrace_worker.comm.errors import RankLostError
 
 _HEAD = struct.Struct("!cI")
 MAX_PAYLOAD = 1 << 20
-_MAX_CHARS = 2000  # of a text
+_MAX_CHARS = 2000  # most characters of a text that is sent
 _SEND_SECONDS = 0.5  # a peer that does not read for this long has a full socket: the heartbeats will detect it
 
 

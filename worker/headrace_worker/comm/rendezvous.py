@@ -58,7 +58,7 @@ class RendezvousStore(Store):
             self.get(key)
 
     def delete_key(self, key: str) -> bool:
-        """Of this rank's copy."""
+        """Deletes the key from this rank's copy. Returns whether it was there."""
         found = self._entries.find(key) is not None
         self._entries.discard(key)
         return found

@@ -10,7 +10,7 @@ from headrace_base.settings import InternalTls, flag
 from headrace_proto.parsers import ReasoningParser, ToolParser
 from headrace_proto.role import Role
 
-LOCAL_CACHE_KEY = bytes(32)  # of the block hash, where no other process uses the cache
+LOCAL_CACHE_KEY = bytes(32)  # key of the block hash, where no other process uses the cache
 EMBEDDED_MODEL = "smollm2"  # the source that needs no files and no network
 DtypeName = Literal["float32", "bfloat16", "float16"]
 WeightFormat = Literal["safetensors", "gguf", "dummy"]
@@ -216,9 +216,9 @@ class ReplicaConfig(ReplicaSettings):
     profile_dir: str | None = None  # where profiles are written on request
     host: str = "127.0.0.1"  # the interface that the replica's gRPC server binds
     port_range: tuple[int, int] | None = None  # first and last that its server may take; None = any free one
-    defaults: dict[str, int | float] = field(default_factory=dict)  # of requests; they override the model's own
+    defaults: dict[str, int | float] = field(default_factory=dict)  # request defaults, which override the model's
     chat_template: str | None = None  # path of a file, instead of the model's own
-    internal_tls: InternalTls | None = None  # of the gRPC between processes of the cluster
+    internal_tls: InternalTls | None = None  # TLS files for gRPC between processes of the cluster
 
 
 class Rendezvous(Struct, frozen=True):
@@ -250,6 +250,6 @@ class ReplicaStarted(Struct, frozen=True, kw_only=True):
     kv_bytes: int
     block_size: int
     weight_bytes: int
-    defaults: dict[str, int | float] = {}  # of requests, the model's own included
+    defaults: dict[str, int | float] = {}  # request defaults, the model's included
     warnings: list[str] = []  # sentences about what makes it slower than it could be here, or how its files are taken
     notes: list[str]  # sentences to show on request: which kernels, what was chosen and why

@@ -105,7 +105,7 @@ class Engine:
     def submit(self, request: Request) -> Output | None:
         """Accepts a request; returns its refusal when the queue is full or the id is in use."""
         reason = ""
-        if not self.scheduler.has_place(request.tenant_salt, self.exchange.fetcher.waiting_of):
+        if not self.scheduler.has_room(request.tenant_salt, self.exchange.fetcher.waiting_of):
             reason = "the replica's queue is full"
         elif request.attempt_id in self._requests:
             reason = "this attempt id is in use"

@@ -22,7 +22,7 @@ _SWEEPS = 2
 _FIRST_SWEEPS = 200
 _LONGEST = 4.0  # times its prediction, that a step counts for: one that was paused says nothing of the next ones
 _LONG_STEPS = 3  # one after another: further ones count whole, since the replica has become slower
-_TIMED_WEIGHT = 4.0  # of a step that was timed at start, in recent steps; their whole weight is that of 200
+_TIMED_WEIGHT = 4.0  # weight of a step timed at start, in recent steps; all recent steps have the weight of 200
 # While steps are too similar, the cost of prompts is attributed to tokens, that of others to the step.
 _ORDER = (1, 0, 2, 3)
 
@@ -53,8 +53,8 @@ class StepLatency:
     def __init__(self) -> None:
         size = len(_SCALES)
         self._weights = [0.0] * size
-        self._products = [[0.0] * size for _ in range(size)]  # of features with features, summed over steps
-        self._responses = [0.0] * size  # of features with seconds
+        self._products = [[0.0] * size for _ in range(size)]  # features times features, summed over steps
+        self._responses = [0.0] * size  # features times seconds, summed over steps
         self._error = 0.0
         self._long = 0  # steps one after another that took longer than that
         self.cost = StepCost()

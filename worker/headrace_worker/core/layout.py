@@ -22,12 +22,12 @@ class CacheGroupSpec(Struct, frozen=True):
     index: int
     layers: tuple[int, ...]
     num_kv_heads: int
-    head_dim: int  # of keys
+    head_dim: int  # entries of a head's key
     window: int = 0  # tokens a query attends to, itself included; 0 = all
     value_dim: int | None = None  # as keys; 0 = contained in the keys
     share: int = 1  # layers in one slot
     scale_bytes: int = 0  # with a cache of 8 bits: beside the keys of a head, and beside its values
-    first_head: int = 0  # of the model's KV heads
+    first_head: int = 0  # index, among the model's KV heads, of the first one on this rank
 
     @property
     def entries(self) -> tuple[int, int]:
@@ -79,14 +79,14 @@ class CacheLayout(Struct, frozen=True):
 
     block_size: int
     groups: tuple[CacheGroupSpec, ...]
-    element_bytes: int  # of the model's dtype
+    element_bytes: int  # bytes of an element of the model's dtype
     states: tuple[StateSpec, ...] = ()
-    state_parts: tuple[StatePart, ...] = ()  # of each layer with states, in the whole model
-    kv_format: str = ""  # of keys and values of 8 bits: int8 or fp8
+    state_parts: tuple[StatePart, ...] = ()  # parts of the state of each recurrent layer, in the whole model
+    kv_format: str = ""  # format of keys and values of 8 bits: int8 or fp8
 
     @property
     def slots(self) -> int:
-        """Of the pool: with several pipeline stages a group may have fewer on this rank."""
+        """Slots of the pool. With several pipeline stages a group may have fewer slots on this rank."""
         return max(group.slots for group in self.groups)
 
     @property

@@ -51,8 +51,8 @@ class ReportState:
     """What a frame reports that a router must know early."""
 
     next_step: float  # seconds until the next one ends, as predicted
-    submits: int = 0  # of the router: the load includes all that were received
-    others: int = 0  # of other routers, when this one was last informed of them between two steps
+    submits: int = 0  # submits received from the router, all included in the load
+    others: int = 0  # submits of other routers, when this router was last informed of them between two steps
     draining: bool = False
 
 
@@ -92,9 +92,9 @@ class RouterReportPacer:
     def __init__(self, interval: float) -> None:
         """interval: seconds between two reports without tokens; 0 = one after each step."""
         self.pacer = ReportPacer(interval)
-        self.submits = 0  # received from it
-        self.passed = 0  # of these, to the step loop
-        self.others = 0  # passed by other routers, when it was last informed of these between two steps
+        self.submits = 0  # submits received from the router
+        self.passed = 0  # submits of the router that were passed to the step loop
+        self.others = 0  # other routers' passed submits, when this router was last informed of them between two steps
 
 
 class LoadReports:

@@ -69,7 +69,7 @@ class Work(Struct, frozen=True, gc=False):
     sample: bool
     scored: int = 0
     state_read: int = 0
-    state_writes: tuple[tuple[int, int], ...] = ()  # of each piece: the position of its end, and the slot
+    state_writes: tuple[tuple[int, int], ...] = ()  # end position and written slot of each piece
 
 
 class StepPlan(Struct, frozen=True):
@@ -100,5 +100,5 @@ class StepResult(Struct, frozen=True):
     tokens: list[int]
     logprobs: dict[int, SampledLogprobs]  # by index into tokens, for rows that request them
     failed: dict[int, str]  # by index into tokens: why sampling failed for the row; its token is meaningless
-    not_finite: list[int] = []  # of the failed ones: indexes of rows whose raw logits were not finite
-    prompt_logprobs: list[SampledLogprobs] = []  # of the work's scored positions, in their order
+    not_finite: list[int] = []  # indexes of the failed rows whose raw logits were not finite
+    prompt_logprobs: list[SampledLogprobs] = []  # one entry per scored position of the work, in order

@@ -40,10 +40,10 @@ class Deadlines:
                 yield request
 
 
-def has_place(capacity: int, count: int, own: int, tenants: int) -> bool:
-    """Whether one more of a tenant may enter where `count` of `tenants` are, `own` of them its own.
+def has_room(capacity: int, count: int, own: int, tenants: int) -> bool:
+    """Whether a queue with `count` requests of `tenants` takes one more of a tenant that has `own` requests in it.
 
-    Beyond the capacity, and up to twice of it, a tenant may have an equal part: no other one keeps it out.
+    A tenant below its equal share may exceed the capacity, up to 2 × the capacity.
     """
     if count < capacity:
         return True
@@ -104,12 +104,12 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Request]:
         return (request for request, _ in self._members.values())
 
-    def has_place(self, tenant: bytes, capacity: int, elsewhere: Counter[bytes]) -> bool:
+    def has_room(self, tenant: bytes, capacity: int, elsewhere: Counter[bytes]) -> bool:
         """Whether one more of the tenant may wait. elsewhere: requests per tenant that wait outside of this queue."""
         queue = self._tenants.get(tenant)
         own = elsewhere[tenant] + (queue.count if queue is not None else 0)
         tenants = len(self._tenants.keys() | elsewhere.keys())
-        return has_place(capacity, len(self._members) + elsewhere.total(), own, tenants)
+        return has_room(capacity, len(self._members) + elsewhere.total(), own, tenants)
 
     def push(self, request: Request) -> None:
         tenant = request.tenant_salt

@@ -36,11 +36,11 @@ class Fetched:
     cached: int = 0
 
     def local_hit(self, hit: int) -> int:
-        """Of the first `hit` positions, those that this replica's prefix cache had without the fetch."""
+        """Returns how many of the first `hit` positions this replica's prefix cache had without the fetch."""
         return hit - max(0, min(hit, self.stop) - self.start)
 
     def cached_hit(self, hit: int) -> int:
-        """Of the first `hit` positions, those that the prefix cache of this or of the other replica had."""
+        """Returns how many of the first `hit` positions the prefix cache of this or of the other replica had."""
         return hit - max(0, min(hit, self.stop) - self.start - self.cached)
 
 
@@ -70,7 +70,7 @@ class Request:
     source: str = ""  # "host:port" of a replica to fetch KV blocks from
     cached_only: bool = False  # the source sends cached blocks, and computes nothing
     fetched: Fetched = Fetched()  # set when a fetch has ended
-    prompt_logprobs: list[SampledLogprobs] = field(default_factory=list)  # of positions 1 and on, as far as computed
+    prompt_logprobs: list[SampledLogprobs] = field(default_factory=list)  # positions from 1 on, as far as computed
     guide: TokenGuide | None = None  # passed in its initial state, and advanced here by the outputs of earlier attempts
 
     row: int = -1
@@ -82,7 +82,7 @@ class Request:
     suspect: bool = False  # was in a step that failed: computed alone until a step succeeds
     discard_until_step: int = 0  # results of steps up to this one are discarded: one of them failed
     started: float | None = None
-    cached_tokens: int = 0  # of the prompt, when it was first admitted
+    cached_tokens: int = 0  # prompt tokens that were cached when the request was first admitted
     preemptions: int = 0
     emitted: int = field(init=False)  # tokens delivered, prompt included
     has_output: bool = False  # the first output, with cached_tokens and queue time, was emitted

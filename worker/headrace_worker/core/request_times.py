@@ -64,8 +64,8 @@ class RequestTimes:
     fetched: float = 0.0  # seconds
     started_tokens: int = 0
     missing: int = 0  # tokens that it had to compute when it started
-    snapshot_tokens: int = 0  # of a model with recurrent state: after which it started from a snapshot
-    covered_tokens: int = 0  # and whose keys and values were cached
+    snapshot_tokens: int = 0  # tokens after which it started from a snapshot; only with recurrent state
+    covered_tokens: int = 0  # tokens whose keys and values were cached; only with recurrent state
     first_at: float = 0.0
     first_prompts: float = 0.0
     first_sequences: float = 0.0
@@ -87,7 +87,7 @@ class RequestTimes:
             self.preempted_at = None
 
     def first_token(self, now: float, started: float, totals: StepTotals) -> AttemptTimes:
-        """Of the time until now."""
+        """Returns the times of the attempt until now."""
         self.first_at, self.first_prompts, self.first_sequences = now, totals.prompts, totals.sequences
         computed = totals.prompt_tokens - self.started_tokens
         preempted, self.preempted = self.preempted, 0.0
@@ -104,7 +104,7 @@ class RequestTimes:
         )
 
     def end(self, now: float, totals: StepTotals) -> AttemptTimes:
-        """Of the time since the first token."""
+        """Returns the times of the attempt since the first token."""
         return AttemptTimes(
             decode=now - self.first_at,
             prompts=totals.prompts - self.first_prompts,

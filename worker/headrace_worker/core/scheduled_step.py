@@ -7,7 +7,7 @@ from headrace_worker.core.kv.states import StateSlots
 from headrace_worker.core.plan import RowInit, StepPlan, TableUpdate, Work
 from headrace_worker.core.request import Request
 
-SCORED_POSITIONS = 256  # of prompts, in one step: each takes as much memory as a sampled row does
+SCORED_POSITIONS = 256  # scored prompt positions in one step: each takes as much memory as a sampled row
 
 
 @dataclass(slots=True)

@@ -139,7 +139,7 @@ class BlockSearch:
         hit = kv.lookup(request.chain, usable)
         chunk_end = hit.tokens + min(len(tokens) - hit.tokens, budget)
         spare = 0 if idle else int(kv.pool.total * self._watermark)
-        # Of a prompt with recurrent state few borders are cached: it does not start again before all of it fits.
+        # Few borders of a prompt with recurrent state are cached: the prompt starts again only when all of it fits.
         needed = len(tokens) if kv.states is not None and request.preemptions and not idle else chunk_end
         found = kv.cost_of(hit, needed) + spare <= kv.pool.available
         self._failed = None if found else request
@@ -223,12 +223,12 @@ class Scheduler:
         running = self.running
         return self.waiting.tokens + sum([len(entry.tokens) + entry.in_flight - entry.computed for entry in running])
 
-    def has_place(self, tenant: bytes, elsewhere: Counter[bytes]) -> bool:
+    def has_room(self, tenant: bytes, elsewhere: Counter[bytes]) -> bool:
         """Whether a request of the tenant may be queued. elsewhere: per tenant, those that will be queued later."""
-        return self.waiting.has_place(tenant, self.limits.max_waiting, elsewhere)
+        return self.waiting.has_room(tenant, self.limits.max_waiting, elsewhere)
 
     def add(self, request: Request) -> None:
-        """Queues a request. The caller has checked its lengths and `has_place`."""
+        """Queues a request. The caller has checked its lengths and `has_room`."""
         if request.source:
             request.times.fetched = self._clock() - request.arrival
         self.waiting.push(request)

@@ -10,7 +10,7 @@ from typing import Any
 
 import structlog
 
-WAIT_MS = 1000  # of one wait, after which the watch may end
+WAIT_MS = 1000  # length of one wait, after which the watch may end
 RETRY_SECONDS = 5.0  # after an error of the driver's interface that is none of the GPU
 
 FATAL_XIDS = {

@@ -51,14 +51,14 @@ class GraphRecorder(Protocol):
         ...
 
     def seconds(self, replay: Callable[[], None]) -> float:
-        """Of a replay on the device: the largest of all ranks that record together."""
+        """Seconds of a replay on the device: the largest of all ranks that record together."""
         ...
 
 
 class RankDevice(Protocol):
     """The device of one rank. It is chosen once, with its index, before anything is built on it."""
 
-    torch_device: torch.device  # of tensors; with an index, unless it is the CPU
+    torch_device: torch.device  # device of tensors; with an index, unless it is the CPU
     asynchronous: bool  # launches return before the work is done
     uses_nccl: bool  # ranks exchange its tensors over NCCL, not over gloo or shared memory
 
@@ -124,7 +124,7 @@ class RankDevice(Protocol):
         ...
 
     def recorder(self) -> GraphRecorder | None:
-        """Of steps; None where a step is launched by running it."""
+        """The recorder of steps; None where a step is launched by running it."""
         ...
 
     def is_lost(self, error: BaseException) -> bool:

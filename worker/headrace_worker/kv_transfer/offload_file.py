@@ -24,8 +24,8 @@ from headrace_proto.block_hash import HASH_BYTES
 from headrace_worker.core.kv.blocks import Content
 from headrace_worker.core.transfer.orders import FileBlock
 
-MAX_FILES = 64  # of one folder, rank and model: replicas of one machine
-MAX_PARTS = 1024  # of one system call
+MAX_FILES = 64  # files per folder, rank and model: replicas of one machine
+MAX_PARTS = 1024  # buffers in one system call
 _HEAD = struct.Struct(f"<16sQI{HASH_BYTES}s16s")  # tokens follow
 _SUM = 16  # bytes of a checksum
 
@@ -82,7 +82,7 @@ class OffloadFile:
 
     @property
     def number(self) -> int:
-        """Of the file among those of its name."""
+        """The number of the file among the files of its name."""
         return int(self.path.name.rsplit("-", 1)[1])
 
     def contents(self) -> list[tuple[int, Content]]:

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from headrace_worker.core.transfer.shards import KvShards, RankShard, Route, Span
 
-SLICES = 8  # of a route's layers: each is read as soon as all of its layers are computed
+SLICES = 8  # most slices of a route's layers: a slice is read as soon as all of its layers are computed
 
 Layers = tuple[tuple[int, int], ...]  # (cache group, place among the layers of the route in that group)
 

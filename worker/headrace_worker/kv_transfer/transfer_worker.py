@@ -47,7 +47,7 @@ log = structlog.get_logger(__name__)
 
 POLL_SECONDS = 5e-5
 FILE_POLL_SECONDS = 5e-4  # while its file alone is used
-SELF = 0  # of a peer: this rank
+SELF = 0  # peer number of this rank
 FILE_THREADS = 2
 FILE_SECONDS = 3.0  # that the end waits for a block that is being read or written
 MAX_ENDED = 1024  # fetches of which notices may still arrive
@@ -114,10 +114,10 @@ class _Reading:
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Of one rank, for evicted blocks."""
+    """The host memory and file of one rank, for evicted blocks."""
 
     shard: RankShard  # laid out like its blocks
-    parts: Callable[[int, int], list[memoryview]]  # of a cache group and a slot, in the same order in every process
+    parts: Callable[[int, int], list[memoryview]]  # bytes of a cache group's slot, in the same order in every process
     file: OffloadFile | None
 
 
@@ -156,7 +156,7 @@ class TransferWorker:
         self.on_failure: Callable[[str], None] = lambda sentence: None  # the rank must end then
         self._written: WrittenLayers | None = None
         self._orders: queue.SimpleQueue[tuple[Order, WrittenLayers | None, Mark] | None] = queue.SimpleQueue()
-        # Of the worker's thread:
+        # State of the worker's thread:
         self._peers: dict[int, _Peer] = {}
         self._host = host or HostMemory(RankShard(()), lambda group, slot: [], None)  # which no order names
         whole = Route(rank, rank, shards.ranks[rank].groups)
@@ -167,7 +167,7 @@ class TransferWorker:
         self._reading: list[_Reading] = []
         self._filing: list[_Filing] = []
         self._saving = ThreadPoolExecutor(1, "headrace-save")
-        self._filling = ThreadPoolExecutor(FILE_THREADS, "headrace-fill")  # of its own: requests wait for it
+        self._filling = ThreadPoolExecutor(FILE_THREADS, "headrace-fill")  # separate threads: requests wait for fills
         self._ended: list[tuple[int, int]] = []  # fetches whose last reads are under way
         self._notices: dict[int, set[tuple[str, Notice]]] = {}  # by fetch
         self._thread = threading.Thread(target=self._run, name="headrace-transfers", daemon=True)

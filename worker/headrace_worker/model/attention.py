@@ -46,7 +46,7 @@ class LayerCache:
     pool: Tensor | None = None  # [2, B, K, P, D], both parts; None where their sizes differ
     kv_scale: Tensor | None = None  # [2, B, K, P], of a pool of 8 bits
     stores: bool = True  # False: they are those of an earlier layer
-    memory: tuple[Tensor, ...] = ()  # of the parts, with their scales [B, N]
+    memory: tuple[Tensor, ...] = ()  # memory of the parts, with their scales [B, N]
 
     @classmethod
     def of(cls, group: int, pool: Tensor, window: int) -> Self:

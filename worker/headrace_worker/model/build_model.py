@@ -47,7 +47,7 @@ def read_config(source: ModelSource, gguf: GgufFile | None, trust_remote_code: b
         raise ModelUnsupportedError(
             f"config.json of {source.name!r} cannot be read: {_reason(error, source)}"
         ) from error
-    if quantization := fields.get("quantization_config"):  # of an older file, too
+    if quantization := fields.get("quantization_config"):  # the value from an older file, too
         config.quantization_config = quantization
     if not runs_own and hasattr(config, "auto_map"):
         del config.auto_map  # else the model's class would be the folder's
@@ -107,10 +107,10 @@ def build_meta(config: Any, dtype: torch.dtype, trust_remote_code: bool = False)
     if any(hasattr(part, "layer_idx") and getattr(part, "is_causal", True) is False for part in model.modules()):
         raise attends_both_ways(config.model_type)
     if model.base_model is model and isinstance(getattr(model, "model", None), PreTrainedModel):
-        model.base_model_prefix = "model"  # of a class that names it as its whole checkpoint does (Llama 4)
+        model.base_model_prefix = "model"  # a class may name the prefix as its whole checkpoint does (Llama 4)
     for part in model.modules():
         if getattr(part, "attn_temperature_tuning", False):
-            part.attn_temperature_tuning = False  # of positions that `check_limits` refuses
+            part.attn_temperature_tuning = False  # the tuning is for positions that `check_limits` refuses
     model.config.use_cache = False
     return model.eval()
 

@@ -106,7 +106,7 @@ def _quotient(number: int, size: int) -> int:
 
 
 def layer_kinds(config: Any) -> list[Kind | None]:
-    """Of each layer; None for those that cache nothing: without attention, or with the keys of another layer."""
+    """The kind of each layer; None for a layer that caches nothing: without attention, or with another layer's keys."""
     sources = kv_sources(config)
     kinds = zip(layer_windows(config), kv_shapes(config), strict=True)
     return [

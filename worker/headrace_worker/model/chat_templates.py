@@ -95,7 +95,7 @@ def _after_answer(
         chat = [{"role": "user", "content": content("Hi")}, answer]
         try:
             (rendered,), _ = render_jinja_template([chat], tools, chat_template=template, **special_tokens)
-        except Exception:  # of filters and operators, too: a template may refuse any chat
+        except Exception:  # exceptions of filters and operators, too: a template may refuse any chat
             continue
         before, shown, after = rendered.rpartition(_ANSWER)
         if shown:

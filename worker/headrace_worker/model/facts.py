@@ -25,7 +25,8 @@ from headrace_worker.model.source import ModelSource
 from headrace_worker.model.tokenizer_files import fit_tokenizer, has_tokenizer, load_tokenizer
 
 _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p")
-# The embedded file has no generation_config.json. Chosen with benchmarks/answers.py (docs/design.md).
+# The embedded file has no generation_config.json. These defaults were chosen with benchmarks/answers.py
+# (router/headrace_router/dispatch/README.md).
 _EMBEDDED_DEFAULTS = {"max_tokens": 512, "temperature": 0.0, "top_p": 0.9}
 _NAMED_TOKENS = ("bos", "eos", "unk", "pad")
 
@@ -43,7 +44,7 @@ class ModelFacts:
     add_bos: bool  # whether plain transformers adds one to a string
     max_positions: int
     vocab_size: int  # rows of the output head
-    defaults: dict[str, int | float] = field(default_factory=dict)  # of requests, by the name of the option
+    defaults: dict[str, int | float] = field(default_factory=dict)  # defaults of requests, by the name of the option
     notes: tuple[str, ...] = ()
 
 

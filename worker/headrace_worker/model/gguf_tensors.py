@@ -27,7 +27,7 @@ _PACKED_BITS = {"Q4_0": 4.5, "Q4_1": 5, "Q5_0": 8.5, "Q5_1": 9, "Q8_0": 8.5, "Q4
 
 
 def packed_bytes(tensor: GgufTensor) -> int:
-    """Of a tensor on a CPU in float32, where matrices stay packed."""
+    """The bytes of a tensor on a CPU in float32, where matrices stay packed."""
     bits = _PACKED_BITS.get(storage_of(tensor).kind.name, 32) if len(tensor.shape) == 2 else 32
     return round(prod(tensor.shape) * bits / 8)
 

@@ -35,13 +35,13 @@ class Headers:
     """The headers of one model's files."""
 
     elements: int  # lower bound of the elements of all ranks of a replica together; 0 for random weights
-    config: dict[str, Any]  # of the language model: config.json or a part of it; for a GGUF file all of it
+    config: dict[str, Any]  # the language model's config: config.json or a part of it; for a GGUF file the whole config
     packed_bytes: int = 0  # on a CPU in float32, where matrices stay packed
     rounded_bytes: int = 0  # the same with --cpu-arithmetic bf16
     quantized_by: str | None = None
 
     def weight_bytes(self, config: ReplicaConfig, element_bytes: int) -> int:
-        """Of all ranks of a replica together; a lower bound."""
+        """The bytes of the weights of all ranks of a replica together; a lower bound."""
         if config.quantization is not None:
             return self.elements
         if config.device == "cpu" and element_bytes == 4:

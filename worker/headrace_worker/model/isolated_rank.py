@@ -16,5 +16,5 @@ class IsolatedRank:
         return tensor
 
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
-        """Of the shape that the ranks together would have."""
+        """A tensor of the shape that the ranks together would have."""
         return torch.cat([tensor] * self.size, dim)

@@ -50,11 +50,11 @@ class LoadedModel:
     layout: CacheLayout
     parallel: ParallelContext  # the part of the model
     weight_bytes: int
-    read_bytes: int  # of the checkpoint's files
+    read_bytes: int  # bytes read from the checkpoint's files
     notes: list[str]
     warnings: list[str]  # what makes it slower, or wrong, for a reason that the user can change; notes of its facts
     rounded: dict[str, bool]  # linears whose inputs are rounded to 8 bits: in groups, or by token
-    quantization: str | None = None  # of its weights, while they were loaded
+    quantization: str | None = None  # quantization of the model's weights, while they were loaded
     few_bits: bool = False  # a GPU multiplies codes, whose scales are in its dtype
     deterministic: bool = False  # a row's result depends on that row alone, bit for bit
 
@@ -68,7 +68,7 @@ class LoadedModel:
 
     @property
     def kv_dtype_name(self) -> str:
-        """Of keys and values."""
+        """The name of the format or dtype of keys and values."""
         return self.layout.kv_format or self.dtype_name
 
     @property

@@ -112,7 +112,7 @@ class PackableMatrix:
 
     @property
     def device(self) -> torch.device:
-        """Of its values, and of what computes with them."""
+        """The device of the matrix' values, and of what computes with them."""
         values = self._values
         if values is None:
             return torch.device("cpu")
@@ -301,7 +301,7 @@ def put_packable(model: nn.Module, name: str, matrix: PackableMatrix | PackableE
 
 
 def _no_values(matrix: PackableMatrix | PackableExperts) -> nn.Parameter:
-    """Of the right shape, NaN, so that nothing can use it by mistake."""
+    """A parameter of the right shape, all NaN, so that nothing can use it by mistake."""
     first = matrix.matrices[0] if isinstance(matrix, PackableExperts) else matrix
     one = torch.full((1,) * len(matrix.shape), torch.nan, dtype=first.dtype, device=first.device)
     return nn.Parameter(one.expand(matrix.shape), requires_grad=False)

@@ -172,7 +172,7 @@ def _parts(module: nn.Module, family: str) -> tuple[StatePart, ...]:
 
 
 def _sequences(module: nn.Module) -> dict[str, tuple[Callable[..., Any], Callable[[Any], tuple[int, ...]]]]:
-    """Of the functions above, those over sequences that a module's forward calls."""
+    """The functions over sequences (`_SEQUENCE`) that a module's forward calls."""
     forward = inspect.unwrap(type(module).forward)
     names = set(forward.__code__.co_names) if isinstance(forward, FunctionType) else set()
     return {name: entry for name, entry in _SEQUENCE.items() if name in names}

@@ -71,7 +71,7 @@ _CLASSIFIER = re.compile(r"For(Sequence|Token)Classification$|ForQuestionAnsweri
 _CAUSAL = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"  # tables of transformers
 _MULTIMODAL = ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES", "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES")
 _PARTS = ("text_config", "vision_config", "audio_config")
-_INHERITED = ("quantization_config",)  # of a whole checkpoint
+_INHERITED = ("quantization_config",)  # fields of a whole checkpoint
 _ROPE_KINDS = {"default", "linear", "llama3", "longrope", "proportional", "yarn"}
 _OLD_ROPE_KINDS = {"su": "longrope", "mrope": "default"}
 
@@ -318,7 +318,7 @@ def check_limits(config: Any, max_model_len: int | None) -> None:
 
 
 def check_equal_sizes(equal: bool) -> None:
-    """Of keys and values, for a cache of 8 bits. Raises ModelUnsupportedError."""
+    """Checks the sizes of keys and values, for a cache of 8 bits. Raises ModelUnsupportedError."""
     if not equal:
         raise ModelUnsupportedError(
             "--kv-cache-dtype is for keys and values of equal sizes, and this model caches latents, or larger keys: "

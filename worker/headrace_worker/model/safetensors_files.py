@@ -52,10 +52,10 @@ class Counted(NamedTuple):
     """Numbers of a model's tensors in floating point, those among them that are codes included."""
 
     elements: int = 0
-    matrices: int = 0  # of matrices that are no codes
-    halves: int = 0  # of these in bfloat16
+    matrices: int = 0  # elements of matrices that are no codes
+    halves: int = 0  # elements of the bfloat16 matrices among these
     codes: int = 0
-    code_bytes: int = 0  # of codes, with their scales
+    code_bytes: int = 0  # bytes of codes, with their scales
 
     def packed_bytes(self, *, rounded: bool = False) -> int:
         """On a CPU in float32, where codes and bfloat16 stay as they are; rounded: all matrices in bfloat16."""
@@ -65,7 +65,7 @@ class Counted(NamedTuple):
 def count_elements(
     handles: dict[str, Any], layers: int | None = None, parts: tuple[str, ...] = (), bits: int = 8
 ) -> Counted:
-    """Of all tensors that a model of `layers` layers (None: unknown) reads. bits: of a code.
+    """Counts all tensors that a model of `layers` layers (None: unknown) reads. bits: bits of a code.
 
     parts: if any, tensors in modules of these names alone are counted.
     """

@@ -40,9 +40,9 @@ class ModelSource:
     path: Path  # the .gguf file or its first part (also for a dummy made from one), else the folder
     revision: str
     weights: tuple[Path, ...]  # safetensors or GGUF files; empty for dummy
-    digest: str  # of the content, whatever the revision is
+    digest: str  # digest of the content, whatever the revision is
     embedded: bool = False
-    commit: str | None = None  # of a Hub snapshot
+    commit: str | None = None  # commit of a Hub snapshot
 
     @property
     def is_gguf(self) -> bool:
@@ -95,7 +95,7 @@ def hub_commit(source: str, revision: str | None) -> str | None:
         return str(model_info(source, revision=revision, timeout=HUB_SECONDS).sha)
     except HFValidationError as error:
         raise _refused(source, revision, error) from error
-    except Exception as error:  # of the HTTP library, or the Hub is overloaded
+    except Exception as error:  # an error of the HTTP library, or the Hub is overloaded
         if isinstance(error, HfHubHTTPError) and error.response.status_code not in (429, *range(500, 600)):
             raise _refused(source, revision, error) from error
         try:

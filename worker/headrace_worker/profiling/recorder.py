@@ -76,7 +76,7 @@ class _OperatorTimes:
         return [Operator(name, self._calls[name], time / 1e3, time / total, on_device) for name, time in longest]
 
 
-_LEVEL = 3  # of gzip: a tenth of the size at little cost
+_LEVEL = 3  # level of gzip: a tenth of the size at little cost
 
 
 class TorchTraceRecorder:

@@ -14,7 +14,7 @@ class Operator(Struct, frozen=True):
     name: str
     calls: int
     milliseconds: float
-    share: float  # of all operators' time on the same side, 0..1
+    share: float  # share of all operators' time on the same side, 0..1
     on_device: bool  # a kernel or a copy on a GPU; else a call on the host
 
 

@@ -133,7 +133,7 @@ class Follower:
             self.ended.set()
 
     def _step_failed(self, error: BaseException) -> None:
-        """Of the thread that runs the steps, or of the one that reads their tokens: this rank ends."""
+        """Ends this rank. Called by the thread that runs the steps, or by the thread that reads their tokens."""
         if not isinstance(error, RankLostError):
             log.error("step_failed", rank=self._team.topology.rank, error=type(error).__name__)
             # This rank's own failure has the same form as that of another one.

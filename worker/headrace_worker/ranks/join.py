@@ -67,7 +67,7 @@ def _communicator(
     detector: FailureDetector,
     notes: list[str],
 ) -> Communicator:
-    """Of the stage's ranks."""
+    """Makes the communicator of the stage's ranks."""
     if topology.tp == 1:
         return SingleRank()
     if device.uses_nccl:

@@ -39,7 +39,7 @@ def describe_difference(facts: Sequence[Mapping[str, str]]) -> str:
     found: list[str] = []
     for name in names:
         values = [rank.get(name, "unknown") for rank in facts]
-        usual = Counter(values).most_common(1)[0][0]  # of equally many: that of the lowest rank
+        usual = Counter(values).most_common(1)[0][0]  # a tie takes the value of the lowest rank
         found += [
             f"rank {rank} has another {name} ({value[:80]}, not {usual[:80]})"
             for rank, value in enumerate(values)

@@ -77,7 +77,7 @@ class CollectiveRecorder:
         return self._on_all_ranks(lambda: self._recorder.record(step), "record a step")
 
     def seconds(self, replay: Callable[[], None]) -> float:
-        """Of the slowest rank. Raises as `record`."""
+        """Seconds of a replay on the slowest rank. Raises as `record`."""
         own = self._on_all_ranks(lambda: self._recorder.seconds(replay), "replay a step")
         return max(map(float, self._all_gather.gather(repr(own))))
 

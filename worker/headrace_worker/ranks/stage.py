@@ -45,7 +45,7 @@ class StageResult:
     """The outcome of a step on the rank that samples; on others both are None."""
 
     samples: SampleOutput | None = None
-    error: Exception | None = None  # of sampling: the ranks stay synchronized
+    error: Exception | None = None  # error in sampling: the ranks stay synchronized
 
 
 @dataclass(slots=True)

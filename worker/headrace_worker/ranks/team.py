@@ -63,7 +63,7 @@ class Team:
         gather = self.new_all_gather("facts")
         found = [json.loads(text) for text in gather.gather(json.dumps(dict(facts)))]
         if difference := describe_difference(found):
-            with contextlib.suppress(RankLostError):  # of the first one that ends, when all have read the facts
+            with contextlib.suppress(RankLostError):  # loss of the first rank that ends, once all have read the facts
                 gather.gather("")
             raise RanksDifferError(difference)
 

@@ -24,7 +24,7 @@ class Batch:
     token_rows: Tensor  # [T] int64
     positions: Tensor  # [T] int64
     metas: list[AttentionMeta]  # by cache group
-    changes: tuple[Tensor, Tensor]  # of block tables, see RowState.take_changes; a recorded step stores them
+    changes: tuple[Tensor, Tensor]  # changes of block tables, see RowState.take_changes; a recorded step stores them
     states: StateMeta
     sample_index: Tensor  # [R + P] int64: index of each sampled row's last token among the T, then of scored positions
     drawn_rows: Tensor  # [R] int64: rows of the tokens to sample
@@ -45,7 +45,7 @@ class HostBatch:
     query_starts: NDArray[np.int32]  # [S + 1]
     seq_lens: NDArray[np.int32]  # [S]
     table_rows: NDArray[np.int32]  # [S]
-    changed_places: NDArray[np.int64]  # of block tables
+    changed_places: NDArray[np.int64]  # places in block tables
     changed_blocks: NDArray[np.int32]
     slots: list[NDArray[np.int64]]  # by cache group: [T]
     state_starts: NDArray[np.int32]  # [pieces + 1]: the tokens of each piece that recurrent layers compute

@@ -30,10 +30,10 @@ log = structlog.get_logger(__name__)
 MIXED_TOKENS = (16, 32, 64, 128, 256, 512)  # for prompts in small pieces beside running requests
 # Where it pays. Multiples of 128, to which the products' tiles pad anyway.
 LARGE_TOKENS = (640, 768, 896, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096, 5120, 6144, 7168, 8192)
-_LAUNCHING = 0.7  # of a step's time: below it, the device would not be faster by much
+_LAUNCHING = 0.7  # share of a step's time: below this share, the device would not be faster by much
 _FEW = 16  # rows, for which a library may choose a slow product
 _FASTER = 0.97
-_ROUNDS = 4  # of which the first is not counted
+_ROUNDS = 4  # rounds of timing; the first round is not counted
 
 Forward = Callable[[Batch, Tensor | None], Tensor | None]
 Draw = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # logits, rows, positions -> tokens, largest logits

@@ -112,7 +112,7 @@ def bind_layers(
 
 
 def _layer_cache(layout: CacheLayout, pools: list[Tensor], group: CacheGroupSpec, place: int) -> LayerCache:
-    """Of the layer at `place` in its group."""
+    """The cache of the layer at `place` in its group."""
     slot, place = divmod(place, group.share)
     tensors = pools[slot * len(pools) // layout.slots : (slot + 1) * len(pools) // layout.slots]
     parts = [half for tensor in tensors for half in tensor]  # keys, then values unless they are in the keys

@@ -149,7 +149,7 @@ class Runner:
 
     @property
     def recorded_sizes(self) -> list[StepSize]:
-        """Of the steps that `record` records."""
+        """The sizes of the steps that `record` records."""
         return step_sizes(self.max_rows, self.max_recorded)
 
     @torch.inference_mode()

@@ -46,7 +46,7 @@ class RowState:
 
     @property
     def spare_place(self) -> int:
-        """Of a table's entry that nothing reads, for `store_changes`."""
+        """The place of a table's entry that nothing reads, for `store_changes`."""
         return self.spare * int(self.tables.shape[2])
 
     def initialise(self, init: RowInit) -> None:

@@ -16,7 +16,7 @@ from headrace_worker.runner.coverage import cover
 from headrace_worker.runner.model_runner import ModelRunner
 
 STEP_LIMIT = 0.5  # seconds: heartbeats and cancels are handled between steps
-_MARGIN = 0.8  # of the limit: the machine may slow down, and long contexts cost more
+_MARGIN = 0.8  # share of the limit: the machine may slow down, and long contexts cost more
 _PROBE_TOKENS = 128
 GPU_BUDGET = 8192
 _SMALLEST, _LARGEST = 32, 4096
@@ -33,7 +33,7 @@ class TimedStep(NamedTuple):
 
 
 class StepTimes(NamedTuple):
-    """Of one row that decodes, of a prompt, and of several rows that decode."""
+    """The times of one row that decodes, of a prompt, and of several rows that decode."""
 
     decode: TimedStep
     prefill: TimedStep
@@ -84,7 +84,7 @@ def time_steps(runner: ModelRunner) -> StepTimes:
     numbers = count(1)
 
     def fastest(work: list[Work], times: int = 2) -> float:
-        """Of several runs: the first one includes lazy initialisation."""
+        """The seconds of the fastest of several runs: the first run includes lazy initialisation."""
         seconds = []
         for _ in range(times):
             started = time.perf_counter()

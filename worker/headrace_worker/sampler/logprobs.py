@@ -49,7 +49,7 @@ class RawLogits:
 
 
 def _logprobs(logits: Tensor, tokens: Tensor, index: Sequence[int], counts: Sequence[int]) -> LogprobsOutput:
-    """Of raw logits [A, V], for tokens [A]."""
+    """The log-probabilities of tokens [A], from raw logits [A, V]."""
     log_total = row_logsumexp(logits)[:, None]
     top, top_ids = logits.topk(max(counts), dim=-1)
     chosen = (logits.gather(1, tokens[:, None]) - log_total)[:, 0]

@@ -26,7 +26,7 @@ class SampleOutput:
     peaks: Tensor  # [R] float32: the largest logit
     logprobs: LogprobsOutput | None = None
     allowed: Tensor | None = None  # [R] float32: the largest allowed logit; None when no row has a mask or bad words
-    scores: LogprobsOutput | None = None  # of known tokens, in order
+    scores: LogprobsOutput | None = None  # log-probabilities of known tokens, in order
     stored: bool = False  # the tokens are in their rows: a recorded step has drawn them
     _copy: Download = field(init=False)
 

@@ -27,7 +27,7 @@ _FINISH = {
 
 
 _MAX_UINT32 = 2**32 - 1
-_LARGEST = 1e9  # of an option: far beyond any range, and a product with a logit is finite in float32
+_LARGEST = 1e9  # largest number in an option: far beyond any range; its product with a logit is finite in float32
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _CONVERTED = {
     "top_p",

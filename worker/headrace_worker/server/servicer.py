@@ -96,7 +96,7 @@ class Outbox:
         return frame
 
 
-# Of one frame, in a turn of the event loop: other streams go on meanwhile.
+# Entries of one frame handled in a turn of the event loop: other streams run between turns.
 SUBMITS_PER_TURN = 32
 CANCELS_PER_TURN = 1024
 LONGEST_INTERVAL = 10.0  # seconds between two reports, at a router's request

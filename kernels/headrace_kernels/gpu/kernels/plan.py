@@ -10,7 +10,7 @@ import triton.language as tl
 
 from headrace_kernels.gpu.kernels.attention import key_range
 
-FIELDS = tl.constexpr(8)  # of a piece: see `plan`
+FIELDS = tl.constexpr(8)  # fields of a piece: see `plan`
 
 
 @triton.jit

@@ -18,7 +18,7 @@ class Health(HealthServicer):  # type: ignore[misc]
     def __init__(self, services: Sequence[str]) -> None:
         self._names = {"", *services}
         self._serving = False
-        self._changed = asyncio.Event()  # of this status; the next status gets a new one
+        self._changed = asyncio.Event()  # set when this status changes; the next status gets a new event
 
     def set(self, serving: bool) -> None:
         if serving != self._serving:

@@ -283,7 +283,7 @@ def _message(entry: ChatMessage) -> dict[str, Any]:
 
 
 def _object(text: str, param: str) -> dict[str, Any] | None:
-    """Of a JSON object as text; None of an empty text."""
+    """The JSON object in this text; None for an empty text."""
     if not text:
         return None
     try:

@@ -17,10 +17,10 @@ from headrace_router.core.policy.interface import Candidate, Column, Tokens, Vie
 
 GUESS_SECONDS = 0.001  # per token of a prompt, until any replica has computed some
 FITTED = 0.5
-MEDIAN_OF = 128  # of very many candidates, about as many
+MEDIAN_OF = 128  # a median over very many candidates reads about so many of them
 
-GROWN = 0.5  # of its answer, that a running request still has to store, on average
-HORIZON_SECONDS = 3.0  # of the delay of one request by another one
+GROWN = 0.5  # share of its answer that a running request still has to store, on average
+HORIZON_SECONDS = 3.0  # limit of the delay of one request by another
 
 
 def context_tokens(tokens: int, missing: Column, steps: Column) -> Column:
@@ -59,7 +59,7 @@ class StepCosts:
 
         base, middle = fitted("base"), median("per_kv_token")
         per_kv_token = above(view.of("per_kv_token"), middle)
-        # Of steps that computed prompts alone, the rest of their time was taken for that of reading their KV tokens.
+        # Where steps computed prompts only, the rest of their time was taken for the time of reading their KV tokens.
         per_kv_token = np.where(view.of("base") < base, np.minimum(per_kv_token, middle), per_kv_token)
         return cls(
             base,
@@ -70,7 +70,7 @@ class StepCosts:
         )
 
     def at(self, places: Sequence[int]) -> "StepCosts":
-        """Of some of the candidates."""
+        """The costs of some of the candidates."""
         return StepCosts(
             self.base[places],
             self.per_prefill_token[places],
@@ -87,7 +87,7 @@ class StepCosts:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Of a request with a prompt of so many tokens and an answer of so many more, on each candidate."""
+    """The forecast of a request with a prompt of so many tokens and an answer of so many more, on each candidate."""
 
     view: View
     costs: StepCosts
@@ -119,7 +119,7 @@ class Forecast:
 
     @cached_property
     def step(self) -> Column:
-        """Of decoding, as it is now."""
+        """Seconds of a decode step, as it is now."""
         return self.costs.decode(self.sequences, self.view.of("kv_tokens"))
 
     @cached_property
@@ -140,7 +140,7 @@ class Forecast:
         step = self.step
         queued = view.of("queued_tokens")
         seconds = queued * costs.per_prefill_token + self._steps(queued) * step
-        life = self.answer * step  # of a running request
+        life = self.answer * step  # seconds that a running request takes
         rows = view.of("rows")
         ahead = self.requests - rows + 1
         seconds += np.where((rows > 0) & (ahead > 0), ahead / np.maximum(rows, 1) * life, 0.0)
@@ -172,10 +172,10 @@ class Forecast:
         return self.answer * (self.step + self._one_more)
 
     def delay(self, missing: Column, fetched: Column | float = 0.0) -> Column:
-        """Of all others there, together: they wait while it is computed, and then share each step with it.
+        """The delay of all others there, together: they wait for this prompt, then share each step with this request.
 
-        Those that run are delayed, and as many as wait now will come after it. What it stores in a full cache, fetched
-        tokens included, replaces what must be computed again for later ones.
+        The requests that run are delayed, and as many as wait now will come after this one. What this request stores
+        in a full cache, fetched tokens included, replaces what must be computed again for later requests.
         """
         stored = missing + fetched
         again = stored * self._again_per_token + self._preempted(stored) * self.costs.per_prefill_token
@@ -189,7 +189,7 @@ class Forecast:
         return self.delay(np.ones(len(self.view)))
 
     def prompt_delay(self, missing: Column) -> Column:
-        """Of all others there, together, by a prompt that is computed there for another replica."""
+        """The delay of all others there, together, by a prompt that is computed there for another replica."""
         return self.requests * np.minimum(self._prompt(missing), HORIZON_SECONDS)
 
     def _prompt(self, missing: Column) -> Column:
@@ -249,11 +249,11 @@ def _middle(values: Column) -> float:
 
 
 TRANSFER_SECONDS = 0.005  # the fetch request, and the transfer of the last layer
-GUESS_SHARE = 0.1  # of the seconds of computing the same tokens, until the target has fetched from any source
+GUESS_SHARE = 0.1  # fetch time / time to compute the same tokens, until the target has fetched from any source
 
 
 class PairSpeeds:
-    """Of one target, with each other replica."""
+    """The transfer speeds of one target with each other replica."""
 
     def __init__(self, target: Candidate) -> None:
         self._known = {speed.address: speed.per_token_ms / 1e3 for speed in target.load.sources}
@@ -276,6 +276,6 @@ def transfer_seconds(target: Candidate, sources: View, tokens: int, computed: Co
 
 
 def fetch_seconds(target: Candidate, holder: Candidate, tokens: int, per_prefill_token: float) -> float:
-    """Of so many cached tokens. per_prefill_token: seconds of the target."""
+    """Seconds to fetch so many cached tokens. per_prefill_token: seconds of the target."""
     per_token = PairSpeeds(target).per_token(holder) or GUESS_SHARE * per_prefill_token
     return TRANSFER_SECONDS + tokens * per_token

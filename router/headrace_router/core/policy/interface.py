@@ -29,9 +29,9 @@ class ChoiceRequest:
     index: int = 0  # in the response
     priority: int = 0
     deadline_seconds: float | None = None  # since `ChoiceRun.begin`
-    session: str = ""  # of the client, if it named one
-    grammar: str = ""  # of the output; see `answer/grammar.py`
-    blocks: Mapping[HashScheme, PromptBlocks] = field(default_factory=dict)  # of the prompt; none where not needed
+    session: str = ""  # session that the client named, if any
+    grammar: str = ""  # grammar of the output; see `answer/grammar.py`
+    blocks: Mapping[HashScheme, PromptBlocks] = field(default_factory=dict)  # prompt blocks; none where not needed
 
 
 class Candidate(Protocol):
@@ -112,11 +112,11 @@ _OF_LOAD = {
     "running": "running",  # requests
     "waiting": "waiting",
     "kv_usage": "kv_usage",
-    "last_step_ms": "predicted_step_ms",  # of the newest step
+    "last_step_ms": "predicted_step_ms",  # predicted time of the newest step
     "load_token_ms": "load_token_ms",  # for each token in host memory or on disk
 }
 _OF_STEP_MODEL = {  # in seconds, as the replica has fitted them; 0 = not known
-    "base": "base_ms",  # of a step; then per token or sequence
+    "base": "base_ms",  # per step; the next three are per token or sequence
     "per_prefill_token": "per_prefill_token_ms",
     "per_decode_sequence": "per_decode_sequence_ms",
     "per_kv_token": "per_kv_token_ms",
@@ -192,9 +192,9 @@ class PlacementTask:
     """What is to be placed. `cached`: tokens of the prompt in each candidate's KV cache, or soon; 0 where not known."""
 
     request: ChoiceRequest
-    output_tokens: int  # of earlier attempts, to be computed again
+    output_tokens: int  # tokens of earlier attempts, to be computed again
     cached: Tokens
-    offloaded: Tokens  # of those, how many are in host memory or on disk alone
+    offloaded: Tokens  # tokens of `cached` that are only in host memory or on disk
     held: Tokens  # the same as `cached`, of those that are in its cache already: others can fetch them
     sources_cached: Tokens  # the same of each prefill replica
     answer_tokens: float  # that are expected
@@ -216,11 +216,11 @@ class PlacementTask:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Of one request on one replica, in seconds."""
+    """The predicted times of one request on one replica, in seconds."""
 
     first_token: float
     answer: float  # after the first token
-    delay: float  # of all others together
+    delay: float  # delay of all other requests together
 
 
 @dataclass(frozen=True, slots=True)

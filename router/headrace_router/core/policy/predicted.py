@@ -38,11 +38,11 @@ from headrace_router.core.policy.interface import (
 )
 
 LEAST_TOKENS = 64
-ERROR_SHARE = 0.5  # of the time until a prompt was computed elsewhere: it depends on what two replicas do meanwhile
+ERROR_SHARE = 0.5  # share of the time until a prompt is computed elsewhere, which depends on what two replicas do
 
 
 class PrefillForecast:
-    """Of one prompt, computed by each prefill replica."""
+    """The forecast of one prompt, computed by each prefill replica."""
 
     def __init__(self, forecast: Forecast, queue: Column, sources: View, work: PlacementTask) -> None:
         """forecast, queue: of the targets."""
@@ -91,22 +91,22 @@ def choose_source(view: View, target: int, sources: View, work: PlacementTask) -
 
 
 COMPARED = 4  # candidates for which fetching and disaggregation are compared with computing
-STEPS = 2.0  # of each side, until a fetch has ended
-EXPLORED_SHARE = 25  # of so many requests one may go to a replica that was not used lately
+STEPS = 2.0  # steps of the target, and of the holder, until a fetch has ended
+EXPLORED_SHARE = 25  # one of so many requests may go to a replica that was not used lately
 UNUSED_SECONDS = 5.0  # before another one was
 LONG_UNUSED_SECONDS = 30.0  # from then on although others have the prompt
-EXPLORED_HIT = 0.5  # of its prompt, that such a request may have in a cache
+EXPLORED_HIT = 0.5  # share of such a request's prompt that may be in a cache
 KEPT_SHARE = 0.05  # by which a prefill replica must answer faster
 LEAST_FETCHED = 256  # tokens: of fewer the messages take longer than computing
 
 
 class Predicted(Policy):
-    """Of many requests one goes to a replica that was not used lately (`_unused`).
+    """Sends one of many requests to a replica that was not used lately (`_unused`).
 
     Replicas count as equal if their costs differ by less than the predictions err.
 
-    Of these the one with most of the prompt in its cache is chosen; with as much of it, they take turns: otherwise the
-    one whose last steps happened to be the fastest would get all requests of an idle cluster.
+    The equal replica with most of the prompt in its cache is chosen. Replicas with as much of the prompt take turns:
+    otherwise the replica whose last steps happened to be the fastest would get all requests of an idle cluster.
     """
 
     uses_cache = True
@@ -155,7 +155,7 @@ class Predicted(Policy):
     def _other_ways(
         self, forecast: Forecast, sources: View, work: PlacementTask, queue: Column, answer: Column, share: Column
     ) -> list[Way]:
-        """Of the candidates that would be the best ones if they had the prompt already."""
+        """The ways over two replicas, for the candidates that would be the best if they had the prompt already."""
         if not work.may_disaggregate and work.held.max() < LEAST_FETCHED:
             return []
         without = share * (queue + forecast.step + answer) + forecast.least_delay

@@ -144,5 +144,5 @@ class _Order:
         self._best = list(accumulate(((running, index) for _, running, index in ordered), min, initial=_NONE))
 
     def best(self, count: int) -> _Best:
-        """Of the first `count`."""
+        """The best of the first `count` replicas."""
         return self._best[count]

@@ -24,7 +24,7 @@ class Content(NamedTuple):
     group: int
     digest: bytes
     tokens: bytes  # little-endian u32
-    lineage: Lineage | None = None  # of a snapshot of recurrent state, unless requests part there
+    lineage: Lineage | None = None  # lineage of a snapshot of recurrent state, unless requests part there
 
 
 class CacheChange(NamedTuple):
@@ -54,7 +54,7 @@ class BlockPool:
         self._contents: list[Content | None] = [None] * num_blocks
         self._free = list(range(num_blocks - 1, 0, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
-        self._unstored: OrderedDict[int, None] | None = None  # of `_cached`: not taken by `take_unstored` yet
+        self._unstored: OrderedDict[int, None] | None = None  # blocks of `_cached` that `take_unstored` has not taken
         self._forgotten: list[bytes] = []  # digests, with `follow_unstored`
         self._superseded: list[bytes] = []  # the same
         self._quarantined: set[int] = set()

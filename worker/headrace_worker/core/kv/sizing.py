@@ -7,7 +7,7 @@ from headrace_worker.core.kv.states import SLOTS_PER_ROW
 from headrace_worker.core.layout import CacheLayout
 
 DEFAULT_MAX_NUM_SEQS = 256
-_CPU_SHARE = 0.3  # of what is free: other replicas' weights, the object store and the page cache need the rest
+_CPU_SHARE = 0.3  # share of the free memory: other replicas' weights, the object store and the page cache need the rest
 _HEADROOM_BYTES, _HEADROOM_SHARE = 512 << 20, 0.02
 _FEWEST_SNAPSHOTS, _MOST_SNAPSHOTS = 4, 16  # per row: fewer lose hits, more add hardly any
 HEADROOM_REASON = "for fragmentation and what is not measured"

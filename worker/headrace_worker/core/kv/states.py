@@ -29,10 +29,10 @@ class RequestState:
     slot: int = 0  # with the state at that position
     frozen: bool = False  # it is a snapshot, or becomes one: the next work writes another slot
     kept: dict[int, int] = field(default_factory=dict)  # snapshots to publish: the slot, by the number of blocks
-    borders: set[int] = field(default_factory=set)  # of the prompt, in blocks, that are kept
-    branches: set[int] = field(default_factory=set)  # those of them where others part from it
+    borders: set[int] = field(default_factory=set)  # borders of the prompt that are kept, in blocks
+    branches: set[int] = field(default_factory=set)  # kept borders where other requests part from this one
     prompt_len: int = 0
-    origin: Lineage | None = None  # of the snapshot that it started from, until it is superseded
+    origin: Lineage | None = None  # lineage of the snapshot that it started from, until superseded
     own: Lineage = field(default_factory=lambda: Lineage(0))
 
     def held(self) -> set[int]:

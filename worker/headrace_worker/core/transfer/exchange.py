@@ -109,7 +109,7 @@ class TransferExchange:
         return orders
 
     def source_speeds(self) -> list[SourceSpeed]:
-        """Of the sources of which it is known."""
+        """Speeds of the sources whose speed is known."""
         return self.fetcher.peers.speeds(self._clock())
 
     def send_early(self) -> None:

@@ -52,8 +52,8 @@ class SourceSpeed(NamedTuple):
     """How fast a source was read lately."""
 
     address: str
-    block_seconds: float  # of the slowest rank: a block is there when all have read their part
-    bytes_per_second: float  # of all ranks
+    block_seconds: float  # seconds per block of the slowest rank: a block is there when all ranks have read their part
+    bytes_per_second: float  # sum over all ranks
 
 
 @dataclass(slots=True)
@@ -178,11 +178,11 @@ class SourcePeers:
             known.measured = now
 
     def block_seconds(self, peer: str, now: float) -> float:
-        """Of a source; 0 = not known."""
+        """Seconds to read a block of a source; 0 = not known."""
         return next((speed.block_seconds for speed in self.speeds(now) if speed.address == peer), 0.0)
 
     def speeds(self, now: float) -> list[SourceSpeed]:
-        """Of the sources of which it is known."""
+        """Speeds of the sources whose speed is known."""
         return [
             SourceSpeed(
                 peer,
@@ -202,7 +202,7 @@ class FetchCounters:
     done: int = 0
     failed: int = 0
     num_bytes: int = 0
-    seconds: float = 0.0  # of completed fetches
+    seconds: float = 0.0  # total time of completed fetches
 
 
 @dataclass(slots=True)

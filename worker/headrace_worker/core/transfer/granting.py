@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from headrace_worker.core.kv.manager import BlockTable, KVManager, PrefixHit
 from headrace_worker.core.plan import RowSampling
-from headrace_worker.core.queue import has_place
+from headrace_worker.core.queue import has_room
 from headrace_worker.core.request import Finish, Request
 from headrace_worker.core.scheduler import Scheduler
 from headrace_worker.core.transfer.fetching import patience
@@ -64,7 +64,7 @@ class Grant:
     wanted: list[Span]  # per cache group
     request: Request | None  # until all is computed
     offered: int  # leading blocks that the target has, or that were offered
-    table: BlockTable | None = None  # of the request, from which chunks were offered
+    table: BlockTable | None = None  # block table of the request, from which chunks were offered
     chunks: int = 0
     held: list[int] = field(default_factory=list)  # the blocks that were offered, referenced for the target
     slots: list[int] = field(default_factory=list)  # with its recurrent state, once it was offered
@@ -252,8 +252,8 @@ class Granter:
         if not self.computes_for_others and not message.cached_only:
             return "this replica computes no prompts for others"
         tenant, grants = message.tenant_salt, Counter(grant.tenant for grant in self._grants.values())
-        has_grant = has_place(self.limits.max_grants, len(self._grants), grants[tenant], len(grants))
-        if not (has_grant and self._scheduler.has_place(tenant, Counter())):
+        has_grant = has_room(self.limits.max_grants, len(self._grants), grants[tenant], len(grants))
+        if not (has_grant and self._scheduler.has_room(tenant, Counter())):
             return "the source is full"
         if (peer, message.fetch) in self._grants:
             return "this fetch was requested already"

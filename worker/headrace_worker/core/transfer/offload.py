@@ -55,7 +55,7 @@ class _Storing:
     entries: list[tuple[int, int, Content]]  # block, slot, content
     missing: set[int]  # ranks
     failed: bool = False
-    seconds: float = 0.0  # of the slowest rank
+    seconds: float = 0.0  # time of the slowest rank
 
 
 @dataclass(slots=True)
@@ -83,7 +83,7 @@ class _Loading:
     held: BlockTable
     shared: list[tuple[int, int]]  # cache group and block: of the pools, with contents of the prompt behind `held`
     entries: list[tuple[int, int, Content]]  # block, slot, content
-    tokens: int  # of the KV blocks among them
+    tokens: int  # tokens of the KV blocks among the entries
     missing: set[int]
     failed: bool = False
     seconds: float = 0.0
@@ -96,25 +96,25 @@ class _Waiting:
     request: Request | None  # None: it has ended
     since: float
     limit: float  # seconds; then it is queued without what is missing
-    seconds: float = 0.0  # of its copies
+    seconds: float = 0.0  # time of the request's copies from the file
 
 
 @dataclass(slots=True)
 class Offload:
-    """Of one engine. Not thread-safe: the step loop owns it."""
+    """Moves blocks of one engine to host memory and file, and back. Not thread-safe: the step loop owns it."""
 
     kv: KVManager
     ranks: int
-    tiers: list[Tier]  # of KV blocks, and of snapshots where there are some
+    tiers: list[Tier]  # a tier for KV blocks, and one for snapshots where there are some
     files: Slots  # places for KV blocks in the ranks' files, which are the same in all
     clock: Callable[[], float]
-    step_seconds: Callable[[], float]  # of the newest step; 0 = not known
+    step_seconds: Callable[[], float]  # duration of the newest step; 0 = not known
     limits: OffloadLimits = OffloadLimits()
     counters: OffloadCounters = field(default_factory=OffloadCounters)
     orders: list[Order] = field(default_factory=list)
-    load_pace: Pace = field(init=False)  # of a block, from host memory
-    fill_pace: Pace = field(init=False)  # of a block, from the file to host memory
-    token_pace: Pace = field(init=False)  # of a token, by either or both
+    load_pace: Pace = field(init=False)  # pace per block, from host memory
+    fill_pace: Pace = field(init=False)  # pace per block, from the file to host memory
+    token_pace: Pace = field(init=False)  # pace per token, by either or both copies
     _copying: dict[int, _Storing | _Saving | _Filling | _Loading] = field(default_factory=dict)
     _unsaved: OrderedDict[bytes, None] = field(default_factory=OrderedDict)  # in host memory, and not in the file
     _ready: list[Request] = field(default_factory=list)
@@ -254,7 +254,7 @@ class Offload:
         return loaded + [entry for each in self._loads() for entry in each.shared]
 
     def _to_store(self) -> list[int]:
-        """Of each tier, what should be copied to host memory now."""
+        """How many blocks of each tier should be copied to host memory now."""
         if self.clock() < self._rest_until:
             return [0 for _ in self.tiers]
         counts, pool, limits = [tier.to_store for tier in self.tiers], self.kv.pool, self.limits

@@ -112,7 +112,7 @@ class ChunkRead(Struct, frozen=True, tag="read"):
     good: bool
     num_bytes: int = 0
     seconds: float = 0.0
-    bad: tuple[int, ...] = ()  # of a Fill: places that do not hold what they should
+    bad: tuple[int, ...] = ()  # places that do not hold what they should, after a Fill
 
 
 class FetchOver(Struct, frozen=True, tag="over"):

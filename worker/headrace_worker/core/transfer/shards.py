@@ -25,16 +25,16 @@ class RankShard(Struct, frozen=True):
 
     groups: tuple[GroupShard, ...]
     agent: bytes = b""  # what the rank's agent says of itself and its memory; empty: nothing can be read there
-    addresses: tuple[tuple[tuple[int, ...], ...], ...] = ()  # of block 0: per group, layer and tensor
+    addresses: tuple[tuple[tuple[int, ...], ...], ...] = ()  # addresses of block 0, per group, layer and tensor
     strides: tuple[tuple[int, ...], ...] = ()  # bytes from one block to the next: per group and tensor
-    device: int = -1  # of a GPU; -1 = host memory
+    device: int = -1  # index of the GPU; -1 = host memory
 
     @property
     def layers(self) -> tuple[tuple[int, ...], ...]:
         return tuple(group.layers for group in self.groups)
 
 
-STATE_WINDOW = 2  # of a group of recurrent states: the last block counts
+STATE_WINDOW = 2  # window of a group of recurrent states: the last block counts
 
 
 class KvGroup(Struct, frozen=True):
@@ -44,7 +44,7 @@ class KvGroup(Struct, frozen=True):
     """
 
     window: int  # 0 = all
-    unit_bytes: tuple[int, ...]  # of each tensor of a layer: of one unit of a block
+    unit_bytes: tuple[int, ...]  # bytes of one unit of a block, for each tensor of a layer
 
 
 class KvShards(Struct, frozen=True):

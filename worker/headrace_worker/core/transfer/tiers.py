@@ -11,7 +11,7 @@ from headrace_worker.core.transfer.slots import Slots
 
 AHEAD = 0.25  # share of a pool that is free, or stored already and evicted next
 AHEAD_STEPS = 4  # at least as many blocks as so many steps allocate: a copy takes two steps
-MOST_AHEAD = 0.5  # of the pool of KV blocks
+MOST_AHEAD = 0.5  # largest share of the pool of KV blocks that AHEAD_STEPS may reach
 
 
 @dataclass(slots=True)
@@ -21,7 +21,7 @@ class Tier:
     pool: BlockPool
     slots: Slots
     ahead: int  # blocks of the pool that are to be free, or stored and evicted next
-    size: float = 1.0  # of a block of the pool, in KV blocks: the time of a copy follows from it
+    size: float = 1.0  # size of a block of the pool, in KV blocks: determines the time of a copy
 
     @property
     def to_store(self) -> int:
@@ -32,7 +32,7 @@ class Tier:
 
 
 def make_tiers(kv: KVManager, blocks: Slots, states: Slots, step_tokens: int) -> list[Tier]:
-    """Of the KV blocks, and of the snapshots of a model with recurrent layers. step_tokens: of a step at most."""
+    """Makes a tier for KV blocks, and a tier for snapshots of recurrent layers. step_tokens: most tokens of a step."""
     total = kv.pool.total
     steps = min(AHEAD_STEPS * kv.blocks_for(step_tokens), int(MOST_AHEAD * total))
     tiers = [Tier(kv.pool, blocks, max(int(AHEAD * total), steps))]
@@ -53,8 +53,8 @@ class Found:
 
     group: int  # the one after those of KV blocks: snapshots
     index: int  # in the prompt
-    block: int | None  # of the pool
-    slot: int | None  # of host memory
+    block: int | None  # block of the pool
+    slot: int | None  # slot of host memory
     place: int  # in the file; 0 = not there
 
     @property

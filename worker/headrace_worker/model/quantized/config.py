@@ -10,8 +10,8 @@ from headrace_worker.model.gguf_config import GGUF_FAMILIES
 from headrace_worker.model.json_files import read_object
 
 _FIELD = "quantization_config"
-_OLD_FIELD = "compression_config"  # of compressed-tensors
-_OLD_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")  # of modelopt, GPTQ and AWQ
+_OLD_FIELD = "compression_config"  # field of compressed-tensors
+_OLD_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")  # files of modelopt, GPTQ and AWQ
 _LARGEST_BLOCK = 1 << 16
 SERVED = (
     "fp8",
@@ -30,7 +30,7 @@ class Stored(NamedTuple):
 
     first: str  # shows that a matrix has this format
     others: tuple[str, ...]  # that it must have
-    dtypes: tuple[str, ...] = ("I32",)  # of the first one
+    dtypes: tuple[str, ...] = ("I32",)  # dtypes that the tensor `first` may have
 
 
 SCALES = (
@@ -38,7 +38,7 @@ SCALES = (
     "weight_scale",
     "scale",
     "qscale_weight",
-)  # of e4m3, in the order in which they are sought
+)  # scales of e4m3, in the order in which they are sought
 STORED = {  # by kind of scheme; others than e4m3
     "awq": Stored("qweight", ("qzeros", "scales")),
     "gptq": Stored("qweight", ("qzeros", "scales")),
@@ -59,7 +59,7 @@ class QuantizationScheme(NamedTuple):
         "e4m3"  # the format's class: formats.py
     )
     block: tuple[int, int] | None = None  # e4m3: outputs and inputs of one scale; None: one per output, or one for all
-    bits: int = 8  # of a value, without its scale
+    bits: int = 8  # bits of a value, without its scale
     zeros_less: int = 0  # gptq: what is missing from stored zeros
     group: int = 0  # inputs with one scale; 0: all of them
 
@@ -92,7 +92,7 @@ def with_quantization(folder: Path, fields: dict[str, Any], model: str) -> dict[
 
 
 def read_scheme(family: str, quantization: Any) -> QuantizationScheme | None:
-    """Of the value of quantization_config; None without one. Raises ModelUnsupportedError for a format not served."""
+    """The scheme that quantization_config describes; None without one. Raises ModelUnsupportedError if not served."""
     if not quantization:
         return None
     fields = quantization if isinstance(quantization, Mapping) else {}
@@ -185,7 +185,7 @@ def _modelopt_algorithm(fields: Any) -> QuantizationScheme | None:
 
 
 def _combined(schemes: Sequence[QuantizationScheme | None]) -> QuantizationScheme | None:
-    """Of matrices in several formats, which their tensors show: e4m3, and one other."""
+    """The scheme of matrices in several formats, which their tensors show: e4m3, and one other format."""
     known = [scheme for scheme in schemes if scheme is not None]
     blocks = {scheme.block for scheme in known if scheme.kind == "e4m3"}
     coded = [scheme for scheme in known if scheme.kind != "e4m3"]

@@ -45,7 +45,7 @@ class CodedMatrix(ABC):
 
     stored: ClassVar[Stored]
     optional: ClassVar[tuple[str, ...]] = ()
-    index_name: ClassVar[str] = ""  # of the group of each input
+    index_name: ClassVar[str] = ""  # tensor with the group of each input
     kind: ClassVar[Kind] = Kind.INTEGER
 
     shape: tuple[int, int]
@@ -351,7 +351,7 @@ class Mxfp4Experts:
         self.shape = shape[0], shape[2] * self.GROUP, shape[1]
 
     def codes(self, expert: int, outputs: Span, inputs: Span) -> Codes:
-        """Of one expert, [outputs, inputs]. inputs: whole groups."""
+        """The codes of one expert, [outputs, inputs]. inputs: whole groups."""
         spans = ((expert, expert + 1), outputs, (inputs[0] // self.GROUP, inputs[1] // self.GROUP))
         cuts = tuple(Cut(dim, (span,)) for dim, span in enumerate(spans))
         scale = powers(self._stored.read(self._scales, cuts)[0])

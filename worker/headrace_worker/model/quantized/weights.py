@@ -60,7 +60,8 @@ class QuantizedWeights:
         used |= set(self._scales.values())
         quantized = bool(self._scales or self._coded)
         unused = {name for name in names if name.rpartition(".")[2] in _UNUSED and quantized}
-        zeros = {name for name in names - used if name.endswith(".weight_zero_point")}  # of e4m3 and int8: they are 0
+        # Zero points of e4m3 and int8 matrices: they are 0.
+        zeros = {name for name in names - used if name.endswith(".weight_zero_point")}
         unused |= {name for name in zeros if quantized and not bool(stored.read(name).any())}
         left_out = used | unused
         self._names = [*(name for name in stored if name not in left_out), *self._coded, *self._experts]

@@ -19,7 +19,7 @@ class KvShape(NamedTuple):
     key: a key that contains the value.
     """
 
-    heads: int  # of keys and values
+    heads: int  # heads of keys and values
     key: int  # numbers of a key
     value: int  # numbers of a value; 0 = it is the beginning of the key
     queries: int  # query heads

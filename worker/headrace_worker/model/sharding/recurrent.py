@@ -24,7 +24,7 @@ class RecurrentRule:
     unit: str  # plural, for people
     units: int  # the ranks must divide them
     parts: dict[str, tuple[Section, ...]]  # outputs of linears and convolutions, entries of parameters and norms, sizes
-    inputs: dict[str, tuple[Section, ...]]  # of linears whose outputs are summed over the ranks
+    inputs: dict[str, tuple[Section, ...]]  # inputs of linears whose outputs are summed over the ranks
     whole: tuple[str, ...] = ()  # modules that every rank has
 
 
@@ -86,7 +86,7 @@ def _gated_delta_net(layer: Any) -> RecurrentRule:
             "num_k_heads": ((layer.num_k_heads, 1),),
         },
         inputs=dict.fromkeys(("out_proj", "o_proj"), (values,)),
-        whole=("norm", "o_norm"),  # of one head
+        whole=("norm", "o_norm"),  # norms of one head
     )
 
 

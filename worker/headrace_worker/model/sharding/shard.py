@@ -43,7 +43,7 @@ _LAYER = re.compile(r"\.(\d+)\.")  # the index of a layer in the name of a modul
 class Sharding:
     """The sharding of a model: how each tensor is cut, and the modules to connect."""
 
-    shapes: dict[str, tuple[int, ...]]  # of the whole model's parameters and persistent buffers
+    shapes: dict[str, tuple[int, ...]]  # shapes of the whole model's parameters and persistent buffers
     cuts: dict[str, Cuts] = field(default_factory=dict)  # by the same names; other tensors are whole
     zeros: set[str] = field(default_factory=set)  # biases that another rank adds
     _links: list[tuple[str, Callable[[nn.Module], nn.Module]]] = field(default_factory=list)
@@ -210,7 +210,7 @@ class _Cutter:
         return _is_attention(parent, self._model.get_submodule(parent))
 
     def _share(self, size: int, what: str) -> Span:
-        """Of an inner dimension, of which a sum over ranks is made."""
+        """This rank's span of an inner dimension, over which the ranks' results are summed."""
         return in_units(size, self._rank, self._ranks, self._unit, what)
 
     def _cut_experts(self, name: str, module: Any, kind: str) -> None:
@@ -294,7 +294,7 @@ class _Cutter:
             (self._model.get_output_embeddings(), True),
         ):
             if not isinstance(module, (nn.Embedding, nn.Linear)):
-                continue  # of another stage
+                continue  # the module is on another stage
             name = next(entry for entry, found in self._model.named_modules() if found is module)
             size = int(module.weight.shape[0])
             span = ceiling(size, self._rank, self._ranks)

@@ -11,7 +11,7 @@ from headrace_worker.model.surgery.verify import TOKENS, agrees, random_input
 class FusedMlp(nn.Module):
     """down(act(gate) · up), gate and up being the halves of one product; act is SiLU or GELU by the tangent."""
 
-    rounding: bool | None = None  # of the activation's result, as `FusedRmsNorm.rounding`
+    rounding: bool | None = None  # rounding of the activation's result, as `FusedRmsNorm.rounding`
 
     def __init__(self, gate_up: nn.Module, down: nn.Module, gelu: bool, down_name: str = "down_proj") -> None:
         """down_name: of the submodule, as in the original: ranks wrap it by its name."""

@@ -13,7 +13,7 @@ from headrace_worker.model.surgery.verify import TOKENS, agrees, random_input
 class FusedRmsNorm(nn.Module):
     """x / rms(x) * weight over the last dimension."""
 
-    rounding: bool | None = None  # of the result, to 8 bits: with a scale for each group, or for each row; None: none
+    rounding: bool | None = None  # 8-bit rounding of the result: a scale for each group, or for each row; None: none
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         super().__init__()

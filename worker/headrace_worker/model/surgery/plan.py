@@ -36,7 +36,7 @@ class SurgeryPlan:
     native: bool = True  # by C++ where it can compute them; needs linears
     bf16: bool = False  # inputs of products with packed weights are rounded to bfloat16
     deterministic: bool = False  # linears whose rows do not depend on their batch, and no other products
-    products: Products = NO_PRODUCTS  # of 8-bit numbers, that the device has
+    products: Products = NO_PRODUCTS  # products of 8-bit numbers that the device has
     few_bits: bool = False  # products of weights of few bits, that the device has
 
     @staticmethod

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from headrace_kernels.meta import AttentionMeta, StateMeta
 from headrace_worker.model.attention import LayerCache, StepContext, step_context
 
-TOKENS = 5  # of the random input; more than one, fewer than a block
+TOKENS = 5  # tokens of the random input; more than one, fewer than a block
 _BLOCK = 8
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
 

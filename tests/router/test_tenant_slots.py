@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace_router.access.auth import Tenant
-from headrace_router.core.fair_queue import Places
+from headrace_router.core.fair_queue import TenantSlots
 from headrace_router.core.limits import Limits
 from headrace_router.dispatch.admission import Admission
 from headrace_router.dispatch.router_metrics import RouterMetrics
@@ -15,7 +15,7 @@ from headrace_router.dispatch.router_metrics import RouterMetrics
 A, B, C, D = (Tenant(name, b"") for name in "abcd")
 
 
-def taken(places: Places, tenant: str, count: int, reserved: int = 0) -> int:
+def taken(places: TenantSlots, tenant: str, count: int, reserved: int = 0) -> int:
     """How many requests of `count` places a tenant gets when it sends them without end."""
     requests = 0
     while places.fits(tenant, count, reserved):
@@ -25,11 +25,11 @@ def taken(places: Places, tenant: str, count: int, reserved: int = 0) -> int:
 
 
 def test_alone_a_tenant_has_the_capacity() -> None:
-    assert taken(Places(1024), "a", 128) == 8
+    assert taken(TenantSlots(1024), "a", 128) == 8
 
 
 def test_beside_one_that_has_everything_a_tenant_has_an_equal_part() -> None:
-    places = Places(1024)
+    places = TenantSlots(1024)
     taken(places, "a", 128)
     assert taken(places, "b", 1) == 512
     assert taken(places, "c", 1) == 341
@@ -37,14 +37,14 @@ def test_beside_one_that_has_everything_a_tenant_has_an_equal_part() -> None:
 
 
 def test_a_tenant_with_nothing_may_have_one_request_that_is_larger_than_its_part() -> None:
-    places = Places(8)
+    places = TenantSlots(8)
     for tenant in "abcd":
         places.take(tenant, 2)
     assert taken(places, "e", 4) == 1
 
 
 def test_before_a_request_for_which_places_are_reserved_only_equal_parts_are_used() -> None:
-    places = Places(16)
+    places = TenantSlots(16)
     places.take("a", 9)
     places.take("b", 3)
     assert taken(places, "b", 1, reserved=8) == 5
@@ -57,7 +57,7 @@ def test_before_a_request_for_which_places_are_reserved_only_equal_parts_are_use
 def test_there_is_a_bound_and_no_tenant_with_nothing_is_kept_out(
     capacity: int, steps: list[tuple[str, int, bool, int]]
 ) -> None:
-    places = Places(capacity)
+    places = TenantSlots(capacity)
     held: list[tuple[str, int]] = []
     for tenant, count, enters, reserved in steps:
         if enters and places.fits(tenant, count, reserved):
