@@ -12,8 +12,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 
 from headrace_proto.replica_pb2 import ModelFacts
 from headrace_router.text.model_card import LoadedTokenizer, ModelCard
-from headrace_router.text.prompt_text import UnmarkedChatError
-from headrace_router.text.text_encoder import CONTROL_SPANS, TooManyControlTokensError
+from headrace_router.text.text_encoder import CONTROL_SPANS, TooManyControlTokensError, UnmarkedChatError
 
 NOW = datetime(2026, 11, 25)
 START, END, THINK, THOUGHT = "<|im_start|>", "<|im_end|>", "<think>", "</think>"

@@ -11,8 +11,7 @@ import pytest
 from headrace_proto.grammar import compile_grammar, grammar_tokenizer
 from headrace_proto.inference_pb2 import ChatMessage, ChatMessages, GenerateRequest, InputGrammar, Tool, ToolCall
 from headrace_proto.inference_pb2_grpc import InferenceStub
-from headrace_router.answer.input_grammar import input_grammar
-from headrace_router.answer.input_text import InputText
+from headrace_router.answer.input_text import InputText, input_grammar
 
 TEMPLATE = (
     "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}"

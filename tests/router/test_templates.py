@@ -14,7 +14,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from headrace_router.answer.parser import syntax_of
 from headrace_router.text.chat_template import ChatTemplate, ChatTemplateError
-from headrace_router.text.prompt_text import CLIENT, RenderedChat, UnmarkedChatError
+from headrace_router.text.text_encoder import CLIENT, RenderedChat, UnmarkedChatError
 
 PACKAGE = "llama-cpp-python==0.3.36"  # its source distribution contains llama.cpp's collection
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from headrace_proto.replica_pb2 import ModelFacts
 from headrace_router.text.chat_template import ChatTemplate, ChatTemplateError
+from headrace_router.text.detokenize import StopMatcher
 from headrace_router.text.model_card import LoadedTokenizer, ModelCard
-from headrace_router.text.prompt_text import RenderedChat
-from headrace_router.text.stop_strings import StopMatcher
+from headrace_router.text.text_encoder import RenderedChat
 
 NOW = datetime(2026, 11, 25)
 letters = st.text(alphabet="abc", max_size=24)

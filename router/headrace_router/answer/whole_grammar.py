@@ -13,8 +13,7 @@ import regex
 from headrace_router.answer.arguments import referred, value_types
 from headrace_router.answer.families import MARKER, ArgumentSyntax
 from headrace_router.answer.grammar import ascii_digits, prepared_schema
-from headrace_router.answer.input_grammar import input_grammar, literal
-from headrace_router.answer.input_text import INPUT
+from headrace_router.answer.input_text import INPUT, input_grammar, literal
 from headrace_router.answer.parser import Syntax
 
 _ANY_OBJECT = {"type": "object"}

@@ -19,8 +19,8 @@ from headrace_router.answer.events import Args, CallStart, Event, Reasoning, Tex
 from headrace_router.answer.parser import AnswerParser, Syntax, call_id
 from headrace_router.core.errors import ApiError, ConstraintError, DeadlineError, GenerationFailedError
 from headrace_router.core.policy.interface import ChoiceRequest
+from headrace_router.text.detokenize import StopMatcher
 from headrace_router.text.model_card import ModelCard
-from headrace_router.text.stop_strings import StopMatcher
 
 STOP = "stop"
 LENGTH = "length"

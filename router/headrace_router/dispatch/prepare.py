@@ -19,7 +19,7 @@ from headrace_router.core.sampling_options import API_DEFAULTS
 from headrace_router.dispatch.answer_grammar import AnswerGrammars
 from headrace_router.dispatch.choice import is_first
 from headrace_router.text.model_card import ModelCard
-from headrace_router.text.prompt_text import names, strings
+from headrace_router.text.text_encoder import names, strings
 from headrace_router.text.tokenizer_pool import TokenizerPool
 from headrace_router.validation.bodies import ChatBody, CompletionBody, RequestOptions
 from headrace_router.validation.tool_use import grammar_of, template_message, tools_of

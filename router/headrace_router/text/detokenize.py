@@ -1,18 +1,118 @@
-"""Token ids to text as they arrive; incomplete characters are held back."""
+"""Token ids to text as they arrive: incomplete characters are held back, and what may become a stop string."""
 
 import codecs
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import orjson
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from headrace_base.errors import panics_as_errors
-from headrace_router.text.line_json import line_json
+
+
+class _Stop:
+    """One stop string, and how much of it the text so far ends with (Knuth, Morris, Pratt 1977).
+
+    The cost of a piece is proportional to its length, whatever the text and the string are. The table is made as far as
+    it is needed: few texts reach far into a stop string.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.state = 0  # characters of `text` that the stream ends with
+        self._borders = [0]  # for each beginning of `text`: the longest shorter one that it ends with
+
+    def push(self, piece: str) -> int:
+        """The end of the first match in the piece, -1 if there is none."""
+        text, state, position = self.text, self.state, 0
+        while position < len(piece):
+            if not state:
+                position = piece.find(text[0], position)
+                if position < 0:
+                    break
+            while state and text[state] != piece[position]:
+                state = self._border(state)
+            state += text[state] == piece[position]
+            position += 1
+            if state == len(text):
+                return position
+        self.state = state
+        return -1
+
+    def _border(self, length: int) -> int:
+        text, borders = self.text, self._borders
+        while len(borders) < length:
+            border, character = borders[-1], text[len(borders)]
+            while border and text[border] != character:
+                border = borders[border - 1]
+            borders.append(border + (text[border] == character))
+        return borders[length - 1]
+
+
+class StopMatcher:
+    """Receives pieces of text, returns the text that is safe to send.
+
+    Text that may be the beginning of a stop string is held back until the next piece decides. Of several matches the
+    one that ends first is taken (the longest of several), so the result does not depend on how the text was split.
+
+        >>> matcher = StopMatcher(["END"])
+        >>> matcher.push("the E"), matcher.push("ND of it"), matcher.matched
+        ('the ', '', True)
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        """stops: none is empty."""
+        self._stops = [_Stop(stop) for stop in stops]
+        self._held = ""
+        self.matched = False
+
+    @property
+    def holding(self) -> bool:
+        """Whether text is held back."""
+        return bool(self._held)
+
+    def push(self, piece: str) -> str:
+        """Adds a piece and returns what may be sent. Returns nothing more after a match."""
+        if self.matched:
+            return ""
+        before, text = len(self._held), self._held + piece
+        ends = [(end, before + end - len(stop.text)) for stop in self._stops if (end := stop.push(piece)) >= 0]
+        if ends:
+            self.matched = True
+            self._held = ""
+            return text[: min(ends)[1]]
+        shown = len(text) - max((stop.state for stop in self._stops), default=0)
+        self._held = text[shown:]
+        return text[:shown]
+
+    def flush(self) -> str:
+        """The text still held back: it was no stop string after all."""
+        for stop in self._stops:
+            stop.state = 0
+        held, self._held = self._held, ""
+        return held
+
+
+_LINE_ENDS = ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"))
+
+
+def line_json(value: Any) -> bytes:
+    """JSON bytes; keys in the order given.
+
+    JSON does not escape three characters that end a line in Unicode, and so in Python's `str.splitlines` and in line
+    readers of HTTP clients: NEL, LINE SEPARATOR, PARAGRAPH SEPARATOR. A model may generate them.
+    """
+    data = orjson.dumps(value)
+    if data.isascii():
+        return data
+    for raw, escaped in _LINE_ENDS:
+        data = data.replace(raw, escaped)
+    return data
+
 
 KNOWN_TOKENS = 1 << 15  # whose JSON is kept
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")

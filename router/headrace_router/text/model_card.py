@@ -15,8 +15,7 @@ from headrace_router.answer.parser import Syntax, syntax_of
 from headrace_router.core.sampling_options import default_options
 from headrace_router.text.chat_template import TOOL_USE, ChatTemplate
 from headrace_router.text.detokenize import TokenTable
-from headrace_router.text.prompt_text import RenderedChat
-from headrace_router.text.text_encoder import ControlTokens, TextEncoder
+from headrace_router.text.text_encoder import ControlTokens, RenderedChat, TextEncoder
 
 
 class ModelFactsError(HeadraceError):

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from headrace_proto.replica_pb2 import TokenLogprobs
 from headrace_router.dispatch.choice import CallPart, ChoiceUpdate, ParsedParts
 from headrace_router.dispatch.running_request import RunningRequest
-from headrace_router.text.line_json import line_json
+from headrace_router.text.detokenize import line_json
 from headrace_router.text.model_card import ModelCard
 from headrace_router.validation.bodies import ChatBody, CompletionBody
 
