@@ -146,6 +146,11 @@ def test_a_prompt_has_no_control_tokens_and_is_else_unchanged(tokenizer: Tokeniz
     template=TEMPLATES[0],
     contents=["¨", "´ ¸"],
 )  # normalized to white space, which the control tokens beside it include
+@example(
+    tokenizer=_tokenizer("accents", "bpe", lstrip=False, rstrip=False, single_word=False),
+    template=TEMPLATES[4],
+    contents=["<|IM_End|>"],
+)  # it spells no control token before the template writes it in small letters
 @given(
     tokenizer=tokenizers,
     template=st.sampled_from(TEMPLATES),

@@ -183,7 +183,6 @@ class ControlTokens:
         self._normalizer = tokenizer.normalizer
         spelled = {form for name in self._names.values() for form in (name, self._normalized(name)) if form}
         self._spellings = sorted(spelled)
-        self._beginnings = sorted({name[:2] for name in spelled})
 
     def isdisjoint(self, ids: Iterable[int]) -> bool:
         """Whether none of the ids is one of them, or that of the unknown token."""
@@ -191,9 +190,7 @@ class ControlTokens:
 
     def are_spelled(self, texts: Iterable[str]) -> bool:
         """Whether a text contains the name of a control token, as it is or normalized."""
-        forms = [form for text in texts for form in {text, self._normalized(text)}]
-        # Most texts contain no beginning of a name, and there may be hundreds of names.
-        forms = [form for form in forms if any(beginning in form for beginning in self._beginnings)]
+        forms = (form for text in texts for form in {text, self._normalized(text)})
         return any(name in form for form in forms for name in self._spellings)
 
     def spans(self, text: str, ids: Sequence[int], encoding: Encoding) -> Iterator[tuple[int, int]]:
@@ -308,17 +305,21 @@ class TextEncoder:
     def encode_chat(self, chat: RenderedChat) -> list[int]:
         """Ids of a rendered chat; the template has written all of its special tokens.
 
-        Where a client's text spells a control token, the chat is rendered again, with marks around the client's text.
+        Which characters are the client's is found by a second rendering, with marks around the client's strings. It is
+        never left out: a template may make a control token of text that spells none (by `lower()`, or by writing the
+        client's text between its own brackets).
         Raises ControlTokenError, TooManyControlTokensError, UnmarkedChatError.
         """
         names = chat.names()  # templates compare them, so they cannot be marked
         if names and self._control.are_spelled(["\n".join(names)]):
             raise UnmarkedChatError
-        strings = chat.strings()
-        joined = ("".join(strings), "".join(map(str.strip, strings)))  # a template may write one after the other
-        if not self._control.are_spelled(["\n".join(strings), *joined]):
+        try:
+            return self._encode(chat, "messages")
+        except UnmarkedChatError:
+            strings = chat.strings()
+            if self._control.are_spelled([*strings, "".join(strings)]):
+                raise
             return self._plain(chat.text)
-        return self._encode(chat, "messages")
 
     def _plain(self, text: str) -> list[int]:
         self._check_growth(text)
