@@ -46,10 +46,12 @@ class ParsedParts:
 
     reasoning: list[str] = field(default_factory=list)
     calls: dict[int, CallPart] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)  # the same and the text, in the order of the answer
 
     def extend(self, later: "ParsedParts") -> None:
         """Adds what came next."""
         self.reasoning += later.reasoning
+        self.events += later.events
         for index, part in later.calls.items():
             known = self.calls.setdefault(index, CallPart(index, part.ident, part.name, custom=part.custom))
             known.arguments += part.arguments
@@ -68,6 +70,7 @@ class ChoiceUpdate:
     # In the first update, when asked for: of all but the prompt's first token.
     prompt_logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None
+    stop_string: str | None = None  # that ended the answer
     parsed: "ParsedParts | None" = None  # where an answer is more than text
 
     @property
@@ -87,6 +90,7 @@ class ChoiceUpdate:
         if later.prompt_logprobs is not None:
             self.prompt_logprobs = later.prompt_logprobs
         self.finish_reason = later.finish_reason
+        self.stop_string = later.stop_string
 
 
 def is_first(choice: ChoiceRequest) -> bool:
@@ -186,6 +190,7 @@ class Choice:
             if self._stops.matched:
                 self._release(update, everything=False)
                 self._pending.clear()
+                update.stop_string = self._stops.matched
                 self._end(update, STOP)
                 return
             self._release(update, everything=not self._stops.holding)
@@ -231,6 +236,7 @@ class Choice:
 
     def _add(self, update: ChoiceUpdate, syntax: Syntax, events: Sequence[Event]) -> None:
         parsed = update.parsed = update.parsed or ParsedParts()
+        parsed.events += events
         for event in events:
             if isinstance(event, Text):
                 update.pieces.append(event.text)

@@ -22,7 +22,7 @@ from headrace_router.text.model_card import ModelCard
 from headrace_router.text.text_encoder import names, strings
 from headrace_router.text.tokenizer_pool import TokenizerPool
 from headrace_router.validation.bodies import ChatBody, CompletionBody, RequestOptions
-from headrace_router.validation.tool_use import grammar_of, template_message, tools_of
+from headrace_router.validation.tool_use import ToolUse, grammar_of, template_message, tools_of
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions, unless the model has one
 UINT64 = 1 << 64
@@ -105,16 +105,8 @@ class Preparer:
     async def _chat(self, body: ChatBody, tenant: Tenant, label: str, session: str, whole: bool) -> GenerationRequest:
         limits = self._limits
         constraint, field = grammar_of(body, limits.grammar_bytes)
-        messages = [template_message(message) for message in body.messages]
         used = tools_of(body)
-        options = _template_options(body)
-        if used is not None:
-            options["tools"] = used.listed
-        given = [*strings([messages, options]), *names([options, *(one.get("tool_calls") for one in messages)])]
-        chars = sum(map(len, given))
-        self._check_chars(chars, "messages")
-        for text in given:
-            _check_text(text, "messages")
+        messages, options, chars = self._for_template(body, used)
         self._check_chat(body)
         card = self._fleet.card(body.model)
         sampling = await self._sampling(body, card, tenant, (body.top_logprobs or 0) if body.logprobs else None)
@@ -153,6 +145,26 @@ class Preparer:
             calls_before=sum(len(message.tool_calls or ()) for message in body.messages),
             special=special,
         )
+
+    async def count_tokens(self, body: ChatBody, tenant: Tenant) -> int:
+        """The tokens of a chat's prompt. Raises ApiError."""
+        messages, options, chars = self._for_template(body, tools_of(body))
+        card = self._fleet.card(body.model)
+        token_ids, _ = await self._pool.run(lambda: card.chat(messages, options), tenant.name, chars)
+        return len(token_ids)
+
+    def _for_template(self, body: ChatBody, used: ToolUse | None) -> tuple[list[dict[str, Any]], dict[str, Any], int]:
+        """The messages and variables that a template gets, and how many characters of the client they have."""
+        messages = [template_message(message) for message in body.messages]
+        options = _template_options(body)
+        if used is not None:
+            options["tools"] = used.listed
+        given = [*strings([messages, options]), *names([options, *(one.get("tool_calls") for one in messages)])]
+        chars = sum(map(len, given))
+        self._check_chars(chars, "messages")
+        for text in given:
+            _check_text(text, "messages")
+        return messages, options, chars
 
     def _check_chat(self, body: ChatBody) -> None:
         _at_most(len(body.metadata or {}), self._limits.metadata_entries, "metadata", "entries")

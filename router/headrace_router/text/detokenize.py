@@ -61,14 +61,14 @@ class StopMatcher:
 
         >>> matcher = StopMatcher(["END"])
         >>> matcher.push("the E"), matcher.push("ND of it"), matcher.matched
-        ('the ', '', True)
+        ('the ', '', 'END')
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         """stops: none is empty."""
         self._stops = [_Stop(stop) for stop in stops]
         self._held = ""
-        self.matched = False
+        self.matched = ""  # the stop string
 
     @property
     def holding(self) -> bool:
@@ -80,11 +80,11 @@ class StopMatcher:
         if self.matched:
             return ""
         before, text = len(self._held), self._held + piece
-        ends = [(end, before + end - len(stop.text)) for stop in self._stops if (end := stop.push(piece)) >= 0]
+        ends = [(end, before + end - len(stop.text), stop) for stop in self._stops if (end := stop.push(piece)) >= 0]
         if ends:
-            self.matched = True
-            self._held = ""
-            return text[: min(ends)[1]]
+            _, start, stop = min(ends, key=lambda entry: entry[:2])
+            self._held, self.matched = "", stop.text
+            return text[:start]
         shown = len(text) - max((stop.state for stop in self._stops), default=0)
         self._held = text[shown:]
         return text[:shown]

@@ -4,7 +4,7 @@ import re
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from headrace_router.core.errors import (
     InvalidRequestError,
@@ -132,7 +132,7 @@ def parse_body(kind: type[Body], value: Any, limits: Limits, ignored: IgnoredFie
     try:
         return kind.model_validate(given)
     except ValidationError as error:
-        raise _as_api_error(error, kind) from None
+        raise as_api_error(error) from None
 
 
 def _check_sizes(value: dict[str, Any], limit: int) -> None:
@@ -175,7 +175,7 @@ def _check_message(message: Any, index: int) -> None:
             )
 
 
-def _as_api_error(error: ValidationError, kind: type[BaseModel]) -> InvalidRequestError:
+def as_api_error(error: ValidationError) -> InvalidRequestError:
     """The first error, preferring one that all forms of a field have in common; never the client's own text."""
     errors = error.errors(include_input=False, include_url=False, include_context=False)
     first = errors[0]

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 from headrace_router.access.auth import needs_local_host
 from headrace_router.api.http.formats import ChatFormat, CompletionFormat, json_response
 from headrace_router.api.http.generation_response import generation_response
+from headrace_router.api.http.messages_format import MessagesFormat
 from headrace_router.api.http.middleware import RequestMiddleware, error_response
 from headrace_router.api.services import Services
 from headrace_router.core.errors import (
@@ -28,6 +29,8 @@ from headrace_router.core.errors import (
 )
 from headrace_router.core.fleet import ServedModel
 from headrace_router.validation.bodies import ChatBody, CompletionBody
+from headrace_router.validation.body_errors import IgnoredFields, parse_body
+from headrace_router.validation.messages_body import MessagesBody, parse_messages
 
 _STOPPING = "The server is shutting down."
 _REFERENCE = "#/components/schemas/{model}"
@@ -60,16 +63,43 @@ def build_monitoring_app(services: Services) -> ASGIApp:
 
 
 def add_generation(app: FastAPI, services: Services) -> None:
-    """Chats and completions."""
-    chat_format = functools.partial(ChatFormat, reasoning_field=services.config.reasoning_field)
+    """Chats, completions, and Anthropic's messages."""
+    config = services.config
+    chat_format = functools.partial(ChatFormat, reasoning_field=config.reasoning_field)
+
+    def chat_body(value: Any, ignored: IgnoredFields) -> ChatBody:
+        return parse_body(ChatBody, value, config.limits, ignored if config.unknown_fields == "ignore" else None)
+
+    def completion_body(value: Any, ignored: IgnoredFields) -> CompletionBody:
+        return parse_body(CompletionBody, value, config.limits, ignored if config.unknown_fields == "ignore" else None)
+
+    def messages_body(value: Any, ignored: IgnoredFields) -> ChatBody:
+        return parse_messages(value, config.limits, ignored)
 
     @app.post("/v1/chat/completions", tags=["generation"], summary="Answer a chat", openapi_extra=JsonBody(ChatBody))
     async def chat_completions(request: Request) -> Response:
-        return await generation_response(services, request, ChatBody, chat_format)
+        return await generation_response(services, request, chat_body, chat_format)
 
     @app.post("/v1/completions", tags=["generation"], summary="Continue a text", openapi_extra=JsonBody(CompletionBody))
     async def completions(request: Request) -> Response:
-        return await generation_response(services, request, CompletionBody, CompletionFormat)
+        return await generation_response(services, request, completion_body, CompletionFormat)
+
+    @app.post("/v1/messages", tags=["generation"], summary="Answer messages", openapi_extra=JsonBody(MessagesBody))
+    async def messages(request: Request) -> Response:
+        """As in Anthropic's Messages API, without state."""
+        return await generation_response(services, request, messages_body, MessagesFormat)
+
+    @app.post(
+        "/v1/messages/count_tokens",
+        tags=["generation"],
+        summary="Count the tokens of messages",
+        openapi_extra=JsonBody(MessagesBody),
+    )
+    async def count_tokens(request: Request) -> Response:
+        body = await services.bodies.read(
+            request, lambda value: parse_messages(value, config.limits, IgnoredFields(), counting=True)
+        )
+        return json_response({"input_tokens": await services.preparer.count_tokens(body, request.state.tenant)})
 
 
 def add_server(app: FastAPI, services: Services) -> None:
@@ -195,11 +225,11 @@ def _wrapped(
     local_only: bool = False,
     origins: Sequence[str] = (),
 ) -> ASGIApp:
-    async def api_error(_request: Request, error: Exception) -> Response:
+    async def api_error(request: Request, error: Exception) -> Response:
         if not isinstance(error, ApiError):
             raise error
         services.metrics.failed(error)
-        return error_response(error)
+        return error_response(error, request.url.path, request.state.label)
 
     async def routing_error(request: Request, error: Exception) -> Response:
         if not isinstance(error, HTTPException):

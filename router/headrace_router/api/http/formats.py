@@ -7,14 +7,27 @@ import orjson
 from starlette.responses import Response
 
 from headrace_proto.replica_pb2 import TokenLogprobs
+from headrace_router.core.errors import ApiError
 from headrace_router.dispatch.choice import CallPart, ChoiceUpdate, ParsedParts
 from headrace_router.dispatch.running_request import RunningRequest
 from headrace_router.text.detokenize import line_json
 from headrace_router.text.model_card import ModelCard
 from headrace_router.validation.bodies import ChatBody, CompletionBody
 
+DONE = b"data: [DONE]\n\n"
 
-class CompletionFormat:
+
+class _OpenAIStream:
+    """What streams of both OpenAI APIs have in common."""
+
+    keep_alive = b": keep-alive\n\n"
+
+    def error(self, error: ApiError) -> bytes:
+        """An event; `[DONE]` does not follow."""
+        return event(error.body())
+
+
+class CompletionFormat(_OpenAIStream):
     """`text_completion`, which streams the same object piece by piece."""
 
     def __init__(self, body: CompletionBody, running: RunningRequest, ident: str, created: int) -> None:
@@ -29,6 +42,7 @@ class CompletionFormat:
         self._ids = bool(body.return_token_ids)
         self._echoes = running.request.echoes or ("",) * len(running.choices)
         self._before = b"data: " + line_json({**self._head, "system_fingerprint": None})[:-1] + b',"choices":['
+        self._includes_usage = body.includes_usage
         self._after = b'],"usage":null}\n\n' if body.includes_usage else b"]}\n\n"
 
     def head(self) -> Iterator[bytes]:
@@ -48,8 +62,10 @@ class CompletionFormat:
         else:
             yield b"".join([self._before, *pieces, self._after])
 
-    def usage_chunk(self, running: RunningRequest) -> bytes:
-        return event({**self._head, "system_fingerprint": None, "choices": [], "usage": usage(running)})
+    def tail(self, running: RunningRequest) -> bytes:
+        if not self._includes_usage:
+            return DONE
+        return event({**self._head, "system_fingerprint": None, "choices": [], "usage": usage(running)}) + DONE
 
     def response(self, updates: Sequence[ChoiceUpdate], running: RunningRequest) -> Iterator[bytes]:
         yield line_json({**self._head, "system_fingerprint": None})[:-1] + b',"choices":'
@@ -99,7 +115,7 @@ class CompletionFormat:
         return line_json({**listed, self._tokens.token(token_id).key: clean(entry.logprob)})
 
 
-class ChatFormat:
+class ChatFormat(_OpenAIStream):
     """`chat.completion` and `chat.completion.chunk`."""
 
     def __init__(
@@ -128,6 +144,7 @@ class ChatFormat:
             "system_fingerprint": None,
         }
         self._before = b"data: " + line_json(opening)[:-1] + b',"choices":[{"index":'
+        self._includes_usage = body.includes_usage
         self._after = b'],"usage":null}\n\n' if body.includes_usage else b"]}\n\n"
 
     def head(self) -> Iterator[bytes]:
@@ -169,17 +186,18 @@ class ChatFormat:
             delta["tool_calls"] = [{"index": part.index, **_call(part)} for part in parsed.calls.values()]
         return line_json(delta)
 
-    def usage_chunk(self, running: RunningRequest) -> bytes:
-        return event(
-            {
-                "id": self._common["id"],
-                "object": "chat.completion.chunk",
-                **self._common,
-                "system_fingerprint": None,
-                "choices": [],
-                "usage": chat_usage(running),
-            }
-        )
+    def tail(self, running: RunningRequest) -> bytes:
+        if not self._includes_usage:
+            return DONE
+        chunk = {
+            "id": self._common["id"],
+            "object": "chat.completion.chunk",
+            **self._common,
+            "system_fingerprint": None,
+            "choices": [],
+            "usage": chat_usage(running),
+        }
+        return event(chunk) + DONE
 
     def response(self, updates: Sequence[ChoiceUpdate], running: RunningRequest) -> Iterator[bytes]:
         opening = {
@@ -225,10 +243,6 @@ def _call(part: CallPart) -> dict[str, Any]:
     return {"id": part.ident, "type": kind, kind: {"name": part.name, field: part.arguments}}
 
 
-DONE = b"data: [DONE]\n\n"
-KEEP_ALIVE = b": keep-alive\n\n"
-
-
 def dumps(value: Any) -> bytes:
     """JSON bytes; keys in the order given."""
     return orjson.dumps(value)
@@ -267,14 +281,20 @@ class Format(Protocol):
     the next.
     """
 
+    keep_alive: bytes
+    """Sent when no token has come for a while."""
+
     def head(self) -> Iterator[bytes]:
         """Events before the first token."""
 
     def chunk(self, update: ChoiceUpdate) -> Iterator[bytes]:
         """Events for one update of one choice."""
 
-    def usage_chunk(self, running: RunningRequest) -> bytes:
-        """The event with the usage and no choices."""
+    def tail(self, running: RunningRequest) -> bytes:
+        """The end of a stream, with the usage where it is asked for."""
+
+    def error(self, error: ApiError) -> bytes:
+        """The end of a stream that failed."""
 
     def response(self, updates: Sequence[ChoiceUpdate], running: RunningRequest) -> Iterator[bytes]:
         """The object of a request without streaming, from one merged update per choice."""

@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
+from typing import Any
 
 import structlog
 from starlette.requests import Request
@@ -13,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from headrace_router.access.auth import Tenant
-from headrace_router.api.http.formats import DONE, KEEP_ALIVE, Format, event
+from headrace_router.api.http.formats import Format
 from headrace_router.api.services import Services, session_of, take
 from headrace_router.core.account import Cause, TimeAccount
 from headrace_router.core.errors import ApiError
@@ -21,7 +22,7 @@ from headrace_router.dispatch.choice import ChoiceUpdate
 from headrace_router.dispatch.prepare import count_choices
 from headrace_router.dispatch.running_request import RunningRequest
 from headrace_router.validation.bodies import ChatBody, CompletionBody
-from headrace_router.validation.body_errors import Body, IgnoredFields, parse_body
+from headrace_router.validation.body_errors import Body, IgnoredFields
 
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -37,18 +38,19 @@ log = structlog.get_logger("headrace.router.http")
 async def generation_response(
     services: Services,
     request: Request,
-    kind: type[Body],
+    check: Callable[[Any, IgnoredFields], Body],
     make_format: Callable[[Body, RunningRequest, str, int], Format],
 ) -> "GenerationResponse":
-    """Reads and checks a body of this kind. make_format: takes the body, the running request, an id, and unix seconds.
+    """Reads and checks a body. check: makes a body of the decoded JSON, and collects the names of ignored fields.
+
+    make_format: takes the body, the running request, an id, and unix seconds.
 
     Raises an ApiError; ClientDisconnect when the client disconnected.
     """
     config, ignored = services.config, IgnoredFields()
-    collected = ignored if config.unknown_fields == "ignore" else None
     tenant, label = request.state.tenant, request.state.label
     session = session_of(request.scope["headers"], config)
-    body = await services.bodies.read(request, lambda value: parse_body(kind, value, config.limits, collected))
+    body = await services.bodies.read(request, lambda value: check(value, ignored))
     return GenerationResponse(
         services,
         tenant,
@@ -163,17 +165,16 @@ class GenerationResponse(Response):
                     block, complete = take(pieces)
                     if not (complete and self._write_part(block)):  # most tokens need no coroutine
                         await slices.send(chain((block,), pieces), send_block)
-            tail = response_format.usage_chunk(running) if self._body.includes_usage else b""
-            await send(_part(tail + DONE, last=True))
+            await send(_part(response_format.tail(running), last=True))
         except ApiError as error:
             self._services.metrics.failed(error)
             log.warning("stream ended by an error", request=running.request.label, code=error.code)
-            await send(_part(event(error.body()), last=True))
+            await send(_part(response_format.error(error), last=True))
 
 
 def _chunks(response_format: Format, updates: list[ChoiceUpdate]) -> Iterator[bytes]:
     if not updates:
-        return iter((KEEP_ALIVE,))
+        return iter((response_format.keep_alive,))
     return chain.from_iterable(map(response_format.chunk, updates))
 
 

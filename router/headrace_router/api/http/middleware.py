@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace_router.access.auth import Authenticator, Tenant, is_local_authority
 from headrace_router.api.http.formats import dumps
+from headrace_router.api.http.messages_format import messages_error
 from headrace_router.api.services import request_id
 from headrace_router.core.errors import ApiError, AuthenticationError, HostError, InternalError
 from headrace_router.dispatch.router_metrics import RouterMetrics
@@ -21,6 +22,7 @@ PUBLIC_PATHS = frozenset(
     | {b"/docs/static/" + name for name in (b"swagger-ui-bundle.js", b"swagger-ui.css", b"favicon.png")}
 )
 METRICS = "/metrics"
+MESSAGES = "/v1/messages"
 EXPOSED_HEADERS = ("retry-after", "x-request-id", "x-headrace-ignored-fields")  # that pages may read, too
 
 log = structlog.get_logger("headrace.router.http")
@@ -96,11 +98,11 @@ class RequestMiddleware:
             await self._app(scope, receive, send)
         except ApiError as error:
             if not state["started"]:
-                await send_error(error, send, self._metrics)
+                await send_error(error, scope, send, self._metrics)
         except Exception:
             log.exception("request failed", request=state["label"])
             if not state["started"]:
-                await send_error(_internal(), send, self._metrics)
+                await send_error(_internal(), scope, send, self._metrics)
 
     def _check_host(self, host: bytes | None) -> None:
         if self._local_only and host is not None and not is_local_authority(host):
@@ -112,6 +114,8 @@ class RequestMiddleware:
     def _tenant(self, scope: Scope, headers: dict[bytes, bytes]) -> Tenant | None:
         """The tenant of the call; None for public paths and metrics. Raises AuthenticationError."""
         given = headers.get(b"authorization")
+        if given is None and b"x-api-key" in headers:  # as Anthropic's clients send it
+            given = b"Bearer " + headers[b"x-api-key"]
         if sum(name == b"authorization" for name, _ in scope["headers"]) > 1:
             raise AuthenticationError("Send the header Authorization once: it is not known which one counts.")
         if scope["path"] == METRICS:  # the decoded path, as it is routed: every spelling of this path has the same rule
@@ -138,16 +142,21 @@ def error_headers(error: ApiError) -> list[tuple[bytes, bytes]]:
     return headers
 
 
-def error_response(error: ApiError) -> Response:
+def error_body(error: ApiError, path: str, request_id: str) -> bytes:
+    """The error object of the API that the path belongs to."""
+    return dumps(messages_error(error, request_id) if path.startswith(MESSAGES) else error.body())
+
+
+def error_response(error: ApiError, path: str = "", request_id: str = "") -> Response:
     """An error as a response. It is not counted in the metrics: the code that refuses a request counts it."""
     headers = {name.decode(): value.decode() for name, value in error_headers(error)}
-    return Response(dumps(error.body()), error.status, headers, "application/json")
+    return Response(error_body(error, path, request_id), error.status, headers, "application/json")
 
 
-async def send_error(error: ApiError, send: Send, metrics: RouterMetrics) -> None:
+async def send_error(error: ApiError, scope: Scope, send: Send, metrics: RouterMetrics) -> None:
     """Sends an error as a complete response."""
     metrics.failed(error)
-    body = dumps(error.body())
+    body = error_body(error, scope["path"], scope["state"]["label"])
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *error_headers(error)]
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
