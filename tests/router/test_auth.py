@@ -69,7 +69,8 @@ def test_every_route_needs_a_key_but_health(keyed: Any) -> None:
             assert answer.status_code == 401, (method, path)
             assert answer.headers["www-authenticate"] == "Bearer"
             if method != "HEAD":
-                assert answer.json()["error"]["code"] == "invalid_api_key"
+                error = answer.json()["error"]
+                assert error.get("code") == "invalid_api_key" or error["type"] == "authentication_error"
             for header in ("Bearer wrong-key-123", f"Basic {KEY}", KEY, f"Bearer {KEY}x", "Bearer"):
                 assert client.request(method, path, headers={"authorization": header}).status_code == 401
             assert client.request(method, path, headers={"authorization": f"Bearer {KEY}"}).status_code != 401

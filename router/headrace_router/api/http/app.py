@@ -19,6 +19,7 @@ from headrace_router.api.http.formats import ChatFormat, CompletionFormat, json_
 from headrace_router.api.http.generation_response import generation_response
 from headrace_router.api.http.messages_format import MessagesFormat
 from headrace_router.api.http.middleware import RequestMiddleware, error_response
+from headrace_router.api.http.responses_format import ResponsesFormat
 from headrace_router.api.services import Services
 from headrace_router.core.errors import (
     ApiError,
@@ -31,6 +32,7 @@ from headrace_router.core.fleet import ServedModel
 from headrace_router.validation.bodies import ChatBody, CompletionBody
 from headrace_router.validation.body_errors import IgnoredFields, parse_body
 from headrace_router.validation.messages_body import MessagesBody, parse_messages
+from headrace_router.validation.responses_body import ResponsesBody, parse_responses
 
 _STOPPING = "The server is shutting down."
 _REFERENCE = "#/components/schemas/{model}"
@@ -63,7 +65,7 @@ def build_monitoring_app(services: Services) -> ASGIApp:
 
 
 def add_generation(app: FastAPI, services: Services) -> None:
-    """Chats, completions, and Anthropic's messages."""
+    """Chats, completions, and their views for agents: Responses, Messages."""
     config = services.config
     chat_format = functools.partial(ChatFormat, reasoning_field=config.reasoning_field)
 
@@ -88,6 +90,19 @@ def add_generation(app: FastAPI, services: Services) -> None:
     async def messages(request: Request) -> Response:
         """As in Anthropic's Messages API, without state."""
         return await generation_response(services, request, messages_body, MessagesFormat)
+
+    @app.post("/v1/responses", tags=["generation"], summary="Answer items", openapi_extra=JsonBody(ResponsesBody))
+    async def responses(request: Request) -> Response:
+        """As in OpenAI's Responses API, without state."""
+        repeated: dict[str, Any] = {}
+
+        def body(value: Any, ignored: IgnoredFields) -> ChatBody:
+            chat, fields = parse_responses(value, config.limits, ignored)
+            repeated.update(fields)
+            return chat
+
+        make_format = functools.partial(ResponsesFormat, repeated=repeated)
+        return await generation_response(services, request, body, make_format)
 
     @app.post(
         "/v1/messages/count_tokens",

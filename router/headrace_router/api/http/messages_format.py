@@ -1,11 +1,11 @@
-"""Anthropic's message objects and events, from the updates that OpenAI's are made of: one block at a time."""
+"""Anthropic's message objects and events."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import orjson
 
-from headrace_router.answer.events import Args, CallStart, Event, Reasoning, Text
+from headrace_router.api.http.blocks import Added, Block, BlockReader, Closed, Opened
 from headrace_router.api.http.formats import dumps
 from headrace_router.core.errors import ApiError
 from headrace_router.dispatch.choice import LENGTH, TOOL_CALLS, ChoiceUpdate
@@ -31,23 +31,15 @@ def messages_error(error: ApiError, request_id: str) -> dict[str, Any]:
 
 
 class MessagesFormat:
-    """`message` and its stream: a block of content opens with the first part of its kind and closes with the next kind.
-
-    Text that is white space alone opens no block.
-    """
+    """`message` and its stream."""
 
     keep_alive = b'event: ping\ndata: {"type": "ping"}\n\n'
 
     def __init__(self, body: ChatBody, running: RunningRequest, ident: str, _created: int) -> None:
         self._ident = f"msg_{ident}"
         self._model = body.model
-        self._reasoning = body.include_reasoning is not False
         self._running = running
-        self._label = running.request.label
-        self._block: type[Event] | None = None  # the kind of the open block
-        self._index = -1
-        self._calls = 0
-        self._space = ""  # white space that may be the beginning of a text
+        self._blocks = BlockReader(reasoning=body.include_reasoning is not False)
 
     def head(self) -> Iterator[bytes]:
         """The message without content."""
@@ -55,25 +47,16 @@ class MessagesFormat:
         yield self.keep_alive
 
     def chunk(self, update: ChoiceUpdate) -> Iterator[bytes]:
-        for event in _events(update):
-            if isinstance(event, CallStart):
-                yield from self._open(CallStart, self._call(update))
-            elif isinstance(event, Args):
-                yield self._delta(type="input_json_delta", partial_json=event.text)
-            elif isinstance(event, Reasoning) and self._reasoning:
-                if self._block is not Reasoning:
-                    yield from self._open(Reasoning, {"type": "thinking", "thinking": "", "signature": ""})
-                yield self._delta(type="thinking_delta", thinking=event.text)
-            elif isinstance(event, Text):
-                text, self._space = self._space + event.text, ""
-                if self._block is not Text:
-                    if text.isspace():
-                        self._space = text
-                        continue
-                    yield from self._open(Text, {"type": "text", "text": ""})
-                yield self._delta(type="text_delta", text=text)
+        for step in self._blocks.read(update):
+            index = step.block.index
+            if isinstance(step, Opened):
+                yield _event("content_block_start", index=index, content_block=_content(step.block))
+            elif isinstance(step, Added):
+                kind, member = _DELTAS[step.block.kind]
+                yield _event("content_block_delta", index=index, delta={"type": kind, member: step.text})
+            else:
+                yield _event("content_block_stop", index=index)
         if update.finish_reason is not None:
-            yield from self._close()
             stop = {"stop_reason": _stop_reason(update), "stop_sequence": update.stop_string}
             yield _event("message_delta", delta=stop, usage=self._usage())
 
@@ -83,59 +66,12 @@ class MessagesFormat:
 
     def error(self, error: ApiError) -> bytes:
         """The end of a stream that failed."""
-        return b"event: error\ndata: " + line_json(messages_error(error, self._label)) + b"\n\n"
+        return b"event: error\ndata: " + line_json(messages_error(error, self._running.request.label)) + b"\n\n"
 
     def response(self, updates: Sequence[ChoiceUpdate], _running: RunningRequest) -> Iterator[bytes]:
         (update,) = updates
-        content: list[dict[str, Any]] = []
-        arguments: list[str] = []
-        for event in _events(update):
-            last = content[-1] if content else {"type": ""}
-            if isinstance(event, CallStart):
-                content.append(self._call(update))
-                arguments.append("")
-                self._space = ""
-            elif isinstance(event, Args):
-                arguments[-1] += event.text
-            elif isinstance(event, Reasoning) and self._reasoning:
-                if last["type"] != "thinking":
-                    last = {"type": "thinking", "thinking": "", "signature": ""}
-                    content.append(last)
-                    self._space = ""
-                last["thinking"] += event.text
-            elif isinstance(event, Text):
-                text, self._space = self._space + event.text, ""
-                if last["type"] == "text":
-                    last["text"] += text
-                elif text.isspace():
-                    self._space = text
-                else:
-                    content.append({"type": "text", "text": text})
-        calls = [block for block in content if block["type"] == "tool_use"]
-        for block, text in zip(calls, arguments, strict=True):
-            block["input"] = _object(text)
+        content = [_content(step.block) for step in self._blocks.read(update) if isinstance(step, Closed)]
         yield dumps(self._message(content, _stop_reason(update), update.stop_string))
-
-    def _call(self, update: ChoiceUpdate) -> dict[str, Any]:
-        assert update.parsed is not None
-        part = update.parsed.calls[self._calls]
-        self._calls += 1
-        return {"type": "tool_use", "id": part.ident, "name": part.name, "input": {}}
-
-    def _open(self, kind: type[Event], block: dict[str, Any]) -> Iterator[bytes]:
-        yield from self._close()
-        self._block = kind
-        self._index += 1
-        self._space = ""
-        yield _event("content_block_start", index=self._index, content_block=block)
-
-    def _close(self) -> Iterator[bytes]:
-        if self._block is not None:
-            self._block = None
-            yield _event("content_block_stop", index=self._index)
-
-    def _delta(self, **delta: str) -> bytes:
-        return _event("content_block_delta", index=self._index, delta=delta)
 
     def _message(self, content: list[dict[str, Any]], reason: str | None, stop: str | None) -> dict[str, Any]:
         return {
@@ -160,10 +96,21 @@ class MessagesFormat:
         }
 
 
-def _events(update: ChoiceUpdate) -> Sequence[Event]:
-    if update.parsed is not None:
-        return update.parsed.events
-    return [Text(update.text)] if update.text else []
+_DELTAS = {
+    "reasoning": ("thinking_delta", "thinking"),
+    "text": ("text_delta", "text"),
+    "call": ("input_json_delta", "partial_json"),
+}
+
+
+def _content(block: Block) -> dict[str, Any]:
+    """A block of content, with what was read of it."""
+    if block.kind == "text":
+        return {"type": "text", "text": block.text}
+    if block.kind == "reasoning":
+        return {"type": "thinking", "thinking": block.text, "signature": ""}
+    assert block.call is not None
+    return {"type": "tool_use", "id": block.call.ident, "name": block.call.name, "input": _object(block.text)}
 
 
 def _stop_reason(update: ChoiceUpdate) -> str:

@@ -1,0 +1,182 @@
+"""OpenAI's Responses API, by its official client, against a replica that answers with a given text."""
+
+import json
+from typing import Any
+
+import openai
+import pytest
+
+TEMPLATE = (
+    "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+)
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER: Any = {"type": "function", "name": "get_weather", "description": "The weather.", "parameters": SCHEMA}
+PATCH: Any = {"type": "custom", "name": "apply_patch", "description": "Changes files."}
+ANSWER = (
+    '<think>\nI need "tools".\n</think>\n\nLet me look.\n<tool_call>\n{"name": "get_weather", "arguments": '
+    '{"city": "Zürich 🙂"}}\n</tool_call>\n<tool_call>\n{"name": "apply_patch", "arguments": '
+    '{"input": "+ \\"a\\"\\n"}}\n</tool_call>'
+)
+
+
+def _client(harness: Any) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{harness.url}/v1", api_key="a-key", max_retries=0)
+
+
+def _start(harness: Any, make_replica: Any, **options: Any) -> Any:
+    replica = make_replica(**{"reply": ANSWER, "chat_template": TEMPLATE, "max_model_len": 4096} | options)
+    harness.start([replica])
+    return replica
+
+
+def _prompt(replica: Any) -> str:
+    text: str = replica.tokenizer.decode(replica.submits[-1].prompt_token_ids, skip_special_tokens=False)
+    return text
+
+
+def _without_ids(value: Any) -> Any:
+    """Without what is drawn for each answer."""
+    if isinstance(value, dict):
+        return {key: _without_ids(part) for key, part in value.items() if key not in ("id", "call_id", "created_at")}
+    return [_without_ids(part) for part in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 500])
+def test_streamed_is_whole(harness: Any, make_replica: Any, tokens: int) -> None:
+    _start(harness, make_replica, tokens_per_delta=tokens)
+    given: dict[str, Any] = {"model": "tiny", "input": "What is the weather in Zürich?", "tools": [WEATHER, PATCH]}
+    with _client(harness) as client:
+        whole = client.responses.create(**given)
+        events = list(client.responses.create(**given, stream=True))
+    thought, message, weather, patch = [item.to_dict() for item in whole.output]
+    assert thought["content"] == [{"type": "reasoning_text", "text": 'I need "tools".'}]
+    assert whole.output_text == "Let me look." and message["status"] == "completed"
+    assert weather["name"] == "get_weather" and json.loads(weather["arguments"]) == {"city": "Zürich 🙂"}
+    assert patch["type"] == "custom_tool_call" and patch["input"] == '+ "a"\n'
+    assert whole.status == "completed" and whole.store is False and whole.usage is not None
+    assert whole.usage.input_tokens_details.cached_tokens == 3
+    assert whole.usage.output_tokens_details.reasoning_tokens > 0
+    kinds = [event.type for event in events]
+    assert kinds[:2] == ["response.created", "response.in_progress"] and kinds[-1] == "response.completed"
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    last: Any = events[-1]
+    assert _without_ids(last.response.to_dict()) == _without_ids(whole.to_dict())
+
+
+def test_an_item_has_one_id_and_all_of_its_done_events(harness: Any, make_replica: Any) -> None:
+    _start(harness, make_replica)
+    with _client(harness) as client:
+        events = list(client.responses.create(model="tiny", input="x", tools=[WEATHER, PATCH], stream=True))
+    found = [event.to_dict() for event in events]
+    final: list[Any] = found[-1]["response"]["output"]  # type: ignore[index, assignment]
+    for index, item in enumerate(final):
+        own: list[Any] = [event for event in found if event.get("output_index") == index]
+        kinds = [event["type"].removeprefix("response.") for event in own]
+        ids = {event["item_id"] for event in own if "item_id" in event}
+        ids |= {event["item"]["id"] for event in own if "item" in event}
+        assert ids == {item["id"]}
+        assert kinds[0] == "output_item.added" and kinds[-1] == "output_item.done" and own[-1]["item"] == item
+        name = {"message": "output_text", "reasoning": "reasoning_text", "function_call": "function_call_arguments"}
+        name["custom_tool_call"] = "custom_tool_call_input"
+        deltas = [event["delta"] for event in own if event["type"] == f"response.{name[item['type']]}.delta"]
+        (done,) = [event for event in own if event["type"] == f"response.{name[item['type']]}.done"]
+        assert "".join(deltas) == done.get("text", done.get("arguments", done.get("input")))
+        assert (
+            ("content_part.added" in kinds)
+            == ("content_part.done" in kinds)
+            == (item["type"] in name and "content" in item)
+        )
+
+
+def test_a_conversation_with_tools_becomes_the_chat(harness: Any, make_replica: Any) -> None:
+    replica = _start(harness, make_replica, reply="It is sunny.")
+    items: list[Any] = [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Use tools."}]},
+        {"role": "user", "content": [{"type": "input_text", "text": "What is the weather?"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Look."}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "One moment."}]},
+        {"type": "function_call", "call_id": "call_1", "name": "get_weather", "arguments": '{"city": "Z"}'},
+        {"type": "function_call", "call_id": "call_2", "name": "get_weather", "arguments": '{"city": "B"}'},
+        {"type": "function_call_output", "call_id": "call_1", "output": "20 degrees"},
+        {"type": "function_call_output", "call_id": "call_2", "output": [{"type": "input_text", "text": "9 degrees"}]},
+    ]
+    with _client(harness) as client:
+        answer = client.responses.create(
+            model="tiny", instructions="Be brief.", input=items, tools=[WEATHER], max_output_tokens=2
+        )
+    prompt = _prompt(replica)
+    assert "system\nBe brief.\n\nUse tools.<|im_end|>" in prompt and prompt.count("<|im_start|>assistant") == 2
+    assert "<think>Look.</think>One moment.<tool_call>" in prompt
+    assert prompt.index("tool\n20 degrees") < prompt.index("tool\n9 degrees")
+    assert answer.status == "incomplete" and answer.incomplete_details is not None
+    assert answer.incomplete_details.reason == "max_output_tokens"
+    assert [item.to_dict()["status"] for item in answer.output] == ["incomplete"]
+
+
+def test_a_schema_of_the_text_is_followed(harness: Any, make_replica: Any) -> None:
+    replica = _start(harness, make_replica, reply='{"city": "Z"}')
+    text: Any = {"format": {"type": "json_schema", "name": "city", "schema": SCHEMA, "strict": True}}
+    with _client(harness) as client:
+        answer = client.responses.create(model="tiny", input="x", text=text, reasoning={"effort": "low"})
+    assert replica.submits[-1].grammar and answer.output_text == '{"city": "Z"}'
+    assert answer.text is not None and answer.text.to_dict()["format"] == text["format"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"input": None}, "'input' is required"),
+        ({"previous_response_id": "resp_1"}, "'previous_response_id' is not supported: this server keeps no answers"),
+        ({"conversation": "c"}, "'conversation' is not supported"),
+        ({"background": True}, "'background' is not supported"),
+        ({"store": True}, "'store' may only be false"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "'input[0]' is a reference"),
+        ({"input": [{"type": "hologram"}]}, "'input[0]' has the type 'hologram'"),
+        ({"input": [{"role": "boss", "content": "x"}]}, "'input[0].role' must be"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "reads and answers text only"),
+        ({"input": [{"type": "function_call_output", "call_id": "a", "output": "b"}]}, "names no call"),
+        ({"input": [{"type": "function_call", "call_id": "a"}]}, "needs 'call_id', 'name' and 'arguments'"),
+        ({"tools": [{"name": "x"}]}, "'tools[0].type' is required"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "file_search"}}, "'tool_choice' names no tool"),
+        ({"max_output_tokens": 0}, "'max_output_tokens' is not valid"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "schema' is missing"),
+    ],
+)
+def test_mistakes_are_one_sentence(shared: Any, fields: dict[str, Any], said: str) -> None:
+    body = {"model": "tiny", "input": "x", "max_output_tokens": 5} | fields
+    with shared.client() as client:
+        answer = client.post("/v1/responses", json=body)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["type"] == "invalid_request_error" and said in error["message"], error
+
+
+def test_hosted_tools_are_left_out_and_named(shared: Any) -> None:
+    body = {
+        "model": "tiny",
+        "input": "x",
+        "max_output_tokens": 5,
+        "tools": [{"type": "web_search"}, {"type": "local_shell"}],
+        "tool_choice": "auto",
+        "include": ["reasoning.encrypted_content"],
+        "max_tool_calls": 3,
+        "store": False,
+    }
+    with shared.client() as client:
+        answer = client.post("/v1/responses", json=body)
+    assert answer.status_code == 200 and answer.json()["tools"] == []
+    named = answer.headers["x-headrace-ignored-fields"].split(", ")
+    assert sorted(named) == ["max_tool_calls", "tools[0].web_search", "tools[1].local_shell"]
+
+
+def test_a_stream_that_fails_ends_with_a_failed_response(harness: Any, make_replica: Any) -> None:
+    _start(harness, make_replica, reply="one two three four", end_with_error=True)
+    with harness.client() as client:
+        body = {"model": "tiny", "input": "x", "stream": True}
+        *_, last = client.post("/v1/responses", json=body).text.strip().split("\n\n")
+    name, data = last.split("\ndata: ")
+    failed = json.loads(data)["response"]
+    assert name == "event: response.failed" and failed["status"] == "failed" and failed["error"]["message"]
