@@ -57,7 +57,6 @@ FAULTS = {  # area: files and folders of tests that start servers or ranks, send
     "router": (
         "proto/test_keepalive.py",
         "router/test_membership.py",
-        "router/test_read_pacer.py",
         "router/test_shutdown.py",
         "router/test_slow_clients.py",
         "router/test_tls.py",

@@ -31,10 +31,10 @@ STATE = ServeState(
     ("auth", "routers", "expected"),
     [
         ({}, {}, ("", "", "", "")),
-        (KEYS, {}, ("needs an API key", "has a field for an API key", "no key", "needs an API key")),
-        (METERED, {}, ("needs an API key", "has a field for an API key", "no key", "needs a metrics key")),
+        (KEYS, {}, ("needs an API key", "Authorize takes an API key", "no key", "needs an API key")),
+        (METERED, {}, ("needs an API key", "Authorize takes an API key", "no key", "needs a metrics key")),
         ({"metrics_key": "mk-12345678"}, {}, ("", "", "", "needs a metrics key")),
-        (KEYS, OPEN, ("needs an API key", "has a field for an API key", "no key", "no key")),
+        (KEYS, OPEN, ("needs an API key", "Authorize takes an API key", "no key", "no key")),
     ],
 )
 def test_each_address_has_its_rule(auth: Any, routers: Any, expected: tuple[str, str, str, str]) -> None:

@@ -163,3 +163,47 @@ def test_the_body_of_a_refused_request_is_not_read(
             sock.sendall(b"1\r\na\r\n" * 100)
             time.sleep(0.01)
     eventually(lambda: _connections(harness) == 0)
+
+
+def test_pipelined_requests_are_bounded(harness: Any, make_replica: Any, connect: Any) -> None:
+    harness.start([make_replica(first_seconds=1.0)])
+    sock = connect()
+    sock.sendall(_head(b"content-length: %d" % len(BODY)) + BODY + GET * 3)
+    assert sock.recv(15).startswith(b"HTTP/1.1 200")
+    flood = connect()
+    flood.sendall(_head(b"content-length: %d" % len(BODY)) + BODY + GET * 1000)
+    assert b"200" not in _until_closed(flood)
+
+
+def test_a_disconnect_cancels_a_request_that_another_one_follows(
+    harness: Any, make_replica: Any, connect: Any, eventually: Any
+) -> None:
+    replica = make_replica(token_seconds=0.2)
+    harness.start([replica])
+    body = json.dumps({"model": "tiny", "prompt": "x", "max_tokens": 200, "ignore_eos": True, "stream": True}).encode()
+    sock = connect()
+    sock.sendall(_head(b"content-length: %d" % len(body)) + body + GET)
+    assert sock.recv(15).startswith(b"HTTP/1.1 200")
+    sock.close()
+    eventually(lambda: harness.router.services.admission.running == 0 and len(replica.cancels) == 1)
+
+
+@pytest.mark.parametrize("end", ["half a head", "half-closed"])
+def test_a_connection_whose_answers_are_not_read_ends(
+    harness: Any, make_replica: Any, connect: Any, eventually: Any, end: str
+) -> None:
+    """Also where too little waits for the transport to pause."""
+    harness.start([make_replica()], limits={"write_seconds": 0.3, "header_seconds": 0.3})
+    sock = connect()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
+    connections = harness.router._http._server.server_state.connections
+    eventually(lambda: len(connections) == 1)
+    (connection,) = connections
+    for _ in range(200):
+        if connection.transport.get_write_buffer_size():
+            break
+        sock.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        time.sleep(0.05)
+    assert connection.transport.get_write_buffer_size() > 0
+    sock.sendall(b"GET / HT") if end == "half a head" else sock.shutdown(socket.SHUT_WR)
+    eventually(lambda: _connections(harness) == 0)

@@ -158,6 +158,33 @@ def test_new_files_are_used_while_a_stream_runs(
     eventually(lambda: [_served_name(port, authority) for port in ports] == ["third", "third"])
 
 
+def test_a_session_is_not_resumed_where_clients_need_a_certificate(
+    start: Any, authority: Authority, tmp_path: Path, eventually: Any
+) -> None:
+    """A resumed session would skip the check of a certificate whose authority is no longer accepted."""
+    clients = Authority(tmp_path, "clients")
+    router = start(client_ca=clients.file)
+    context = _context(authority, clients.issue("member"))
+    request = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    with _connected(router.http_port, context) as connection:
+        connection.sendall(request)
+        assert connection.recv(12) == b"HTTP/1.1 200"
+        session = connection.session
+    clients.file.write_bytes(Authority(tmp_path, "others").file.read_bytes())
+
+    def served() -> bool:
+        with (
+            socket.create_connection(("127.0.0.1", router.http_port), 5) as raw,
+            contextlib.suppress(OSError),
+            context.wrap_socket(raw, server_hostname="localhost", session=session) as again,
+        ):
+            again.sendall(request)
+            return again.recv(12) == b"HTTP/1.1 200"
+        return False
+
+    eventually(lambda: not served())
+
+
 def test_what_is_no_tls_is_closed_without_harm(start: Any, authority: Authority) -> None:
     router = start()
     for sent in (

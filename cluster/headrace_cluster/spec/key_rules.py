@@ -27,7 +27,7 @@ class KeyRules:
             metrics = "no key" if is_loopback(spec.metrics_host) else "no key: open to all who can reach it"
         return cls(
             api=_both(certificate, key),
-            docs=_both(certificate, "has a field for an API key" if key else ""),
+            docs=_both(certificate, "Authorize takes an API key" if key else ""),
             health=_both(certificate, "no key" if key else ""),
             metrics=metrics,
         )

@@ -80,6 +80,9 @@ def load_tls_files(config: TlsConfig) -> LoadedTlsFiles:
                 f"the authorities of TLS clients {config.client_ca} are no certificates in PEM"
             ) from error
         context.verify_mode = ssl.CERT_REQUIRED
+        # No session is resumed: a resumed one skips the check of its client's certificate, whose authority may be gone.
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.num_tickets = 0
     served = grpc.ssl_server_certificate_configuration([(key, cert)], authorities or None)
     certificates = _parse(cert, f"the TLS certificate {config.cert}")
     parsed = _parse(authorities, f"the authorities of TLS clients {config.client_ca}") if authorities else []

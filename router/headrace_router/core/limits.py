@@ -31,7 +31,7 @@ class Limits(BaseModel):
     write_seconds: float = Field(
         default=30,
         gt=0,
-        description="for a client to read the next 64 KiB of its answer (gRPC: the next event)",
+        description="for a client to read about 64 KiB of an answer that waits (gRPC: the next event)",
         json_schema_extra=flag("--write-seconds"),
     )
     idle_seconds: float = Field(
@@ -45,7 +45,7 @@ class Limits(BaseModel):
         default=32 << 10, ge=1024, description="of one request's line and headers, and of its trailers"
     )
     body_bytes: int = Field(default=4 << 20, ge=1024, description="of one request body")
-    json_depth: int = Field(default=32, ge=4, description="of nested objects and arrays")
+    json_depth: int = Field(default=32, ge=4, le=1000, description="of nested objects and arrays")
     messages: int = Field(default=2048, ge=1, description="of one chat")
     content_parts: int = Field(default=4096, ge=1, description="of all messages of one chat")
     prompts: int = Field(default=128, ge=1, description="of one completion request")

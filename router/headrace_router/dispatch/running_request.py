@@ -23,6 +23,10 @@ from headrace_router.dispatch.prepare import GenerationRequest
 from headrace_router.dispatch.router_metrics import ChoiceMetrics, RouterMetrics
 from headrace_router.text.model_card import ModelCard
 
+SLICE_SECONDS = 0.002  # slice of the event loop's time, to begin choices
+
+log = structlog.get_logger("headrace.router.generation")
+
 
 class Turns:
     """Calls that requests put off to a later turn of the event loop, run in slices: one call of each request in turn.
@@ -120,11 +124,6 @@ class Signal:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
-
-
-SLICE_SECONDS = 0.002  # slice of the event loop's time, to begin choices
-
-log = structlog.get_logger("headrace.router.generation")
 
 
 class RunningRequest:

@@ -34,12 +34,10 @@ class GrpcServer:
 
     async def start(self, host: str, port: int) -> int:
         """Listens; returns the port. Raises ListenError."""
-        limits = self._services.config.limits
+        # No bound on calls in all: calls for health, which need no key, would use it up. Admission bounds the others.
         self._server = grpc.aio.server(
             interceptors=[KeyInterceptor(self._services.auth)],
             options=_options(self._services.config),
-            # Admission refuses requests beyond its bounds with a sentence; calls in all have twice as many places.
-            maximum_concurrent_rpcs=2 * (limits.max_concurrent_requests + limits.max_queued_requests),
         )
         self._server.add_generic_rpc_handlers((InferenceService(self._services).handler(),))
         add_HealthServicer_to_server(self._health, self._server)

@@ -202,6 +202,12 @@ def _body(data: bytes, limits: Limits) -> ChatBody | CompletionBody:
         message = GenerateRequest.FromString(data)
     except DecodeError:
         raise InvalidRequestError("The message is not valid protobuf.") from None
+    chat = message.chat
+    if (
+        max(len(chat.messages), len(chat.tools), *(len(entry.tool_calls) for entry in chat.messages), 0)
+        > limits.messages
+    ):
+        raise InvalidRequestError(f"A chat has at most {limits.messages} messages, tools, and calls.", param="chat")
     fields = _fields(message.options)
     fields["model"] = message.model or None
     kind = message.WhichOneof("input")

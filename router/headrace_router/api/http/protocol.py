@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import functools
 import secrets
+import socket
 
 import httptools
 import orjson
@@ -17,6 +18,8 @@ from headrace_router.core.errors import ApiError, InvalidRequestError, Overloade
 from headrace_router.core.limits import Limits
 
 HEADER_BYTES = 64  # that a header counts beside its text: short headers take more memory than bytes
+PIPELINED_REQUESTS = 8  # requests of one connection that may wait for the one that is answered
+SEND_BYTES = 128 << 10  # of the kernel's buffer: it takes from a slow reader in small steps, so that progress is seen
 LINGER_SECONDS = 1.0  # for a client that is still sending to read why it is refused
 
 PHRASES = {400: b"Bad Request", 431: b"Request Header Fields Too Large", 503: b"Service Unavailable"}
@@ -39,9 +42,12 @@ class BoundedProtocol(HttpToolsProtocol):
         self._in_head = True  # from the end of one message to the end of the next one's headers
         self._undelivered_bytes = 0  # since the parser completed headers or a message, or delivered a part of a body
         self._closing = False
+        self._cycles: list[RequestResponseCycle] = []  # requests that are not answered
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         super().connection_made(transport)
+        if (sock := transport.get_extra_info("socket")) is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
         if len(self.connections) > self.limits.connections:
             self._refuse(OverloadedError("Too many connections are open; try again in a moment."))
         else:
@@ -50,7 +56,14 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._closing = True
         self._stop_timers()
+        for cycle in self._cycles:  # uvicorn marks the newest one alone
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
         super().connection_lost(exc)
+
+    def eof_received(self) -> None:
+        self.close_after_response()
 
     def data_received(self, data: bytes) -> None:
         if self._closing:
@@ -83,6 +96,11 @@ class BoundedProtocol(HttpToolsProtocol):
         lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
         return b"\r\n".join((*lines, b"", b""))
 
+    def on_message_begin(self) -> None:
+        if len(self.pipeline) >= PIPELINED_REQUESTS:
+            raise ValueError("too many requests wait")  # the parser stops and calls send_400_response
+        super().on_message_begin()
+
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._in_head:  # else it is a trailer
             super().on_header(name, value)
@@ -98,6 +116,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._in_head, self._undelivered_bytes = False, 0
         self._stop_head_timer()
         cycle = self.cycle
+        self._cycles = [*(each for each in self._cycles if not each.response_complete), cycle]
         cycle.transport = _ResponseTransport(self)  # type: ignore[assignment]
         self.scope["state"]["body_is_unread"] = lambda: cycle.more_body
         self.scope["state"]["close_connection"] = self.close_after_response
@@ -116,8 +135,11 @@ class BoundedProtocol(HttpToolsProtocol):
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        if not self._closing:
-            super().on_response_complete()
+        if self._closing:
+            return
+        super().on_response_complete()
+        if self.pipeline:  # what it has sent is answered before more is read
+            self.flow.pause_reading()
 
     def send_400_response(self, msg: str) -> None:
         if self._in_head and self._head_bytes() > self.limits.header_bytes:
@@ -144,7 +166,7 @@ class BoundedProtocol(HttpToolsProtocol):
         A client that is still sending gets a moment to read the answer, and what it sends is dropped: closing a socket
         with unread bytes resets the connection.
         """
-        if self.closing:
+        if self._closing:
             return
         self._closing = True
         self._stop_timers()
@@ -173,7 +195,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.keep_alive = False  # the answer to an earlier request is still being sent
         else:
-            self.transport.close()
+            self.close_after_response()
 
     def _stop_head_timer(self) -> None:
         if self._head_timer is not None:
