@@ -190,12 +190,13 @@ def test_a_disconnect_cancels_a_request_that_another_one_follows(
 
 @pytest.mark.parametrize("end", ["half a head", "half-closed"])
 def test_a_connection_whose_answers_are_not_read_ends(
-    harness: Any, make_replica: Any, connect: Any, eventually: Any, end: str
+    harness: Any, make_replica: Any, eventually: Any, end: str
 ) -> None:
     """Also where too little waits for the transport to pause."""
     harness.start([make_replica()], limits={"write_seconds": 0.3, "header_seconds": 0.3})
-    sock = connect()
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)  # before it connects: the window stays small
+    sock.connect(("127.0.0.1", harness.router.http_port))
     connections = harness.router._http._server.server_state.connections
     eventually(lambda: len(connections) == 1)
     (connection,) = connections
@@ -207,3 +208,4 @@ def test_a_connection_whose_answers_are_not_read_ends(
     assert connection.transport.get_write_buffer_size() > 0
     sock.sendall(b"GET / HT") if end == "half a head" else sock.shutdown(socket.SHUT_WR)
     eventually(lambda: _connections(harness) == 0)
+    sock.close()
