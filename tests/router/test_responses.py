@@ -180,3 +180,40 @@ def test_a_stream_that_fails_ends_with_a_failed_response(harness: Any, make_repl
     name, data = last.split("\ndata: ")
     failed = json.loads(data)["response"]
     assert name == "event: response.failed" and failed["status"] == "failed" and failed["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize("after", [4, 30, 60])
+def test_a_stream_whose_replica_is_lost_inside_of_a_call_goes_on(
+    harness: Any, make_replica: Any, path: str, after: int
+) -> None:
+    """The same blocks with the same ids: what a client has of a call is not sent again."""
+    options: dict[str, Any] = {"reply": ANSWER, "chat_template": TEMPLATE, "max_model_len": 4096}
+    lost = make_replica(replica_id="lost", die_after=after, **options)
+    well = make_replica(replica_id="well", **options)
+    harness.start([lost, well])
+    tools = [WEATHER] if path == "/v1/responses" else [{"name": "get_weather", "input_schema": SCHEMA}]
+    body: dict[str, Any] = {"model": "tiny", "tools": tools, "stream": True}
+    if path == "/v1/responses":
+        body |= {"input": "x"}
+    else:
+        body |= {"messages": [{"role": "user", "content": "x"}], "max_tokens": 500, "thinking": {"type": "adaptive"}}
+
+    def stream() -> tuple[list[str], dict[str, str], set[str]]:
+        """The order of events without deltas, the deltas of each block joined, and the ids of items."""
+        with harness.client() as client:
+            text = client.post(path, json=body).raise_for_status().text
+        events = [json.loads(part.split("\ndata: ")[1]) for part in text.strip().split("\n\n") if "data: " in part]
+        joined: dict[str, str] = {}
+        for event in events:
+            if event["type"].endswith("delta") and "delta" in event and event["type"] != "message_delta":
+                delta, place = event["delta"], str(event.get("output_index", event.get("index")))
+                added = delta if isinstance(delta, str) else "".join(v for k, v in delta.items() if k != "type")
+                joined[place] = joined.get(place, "") + added
+        order = [event["type"] for event in events if "delta" not in event["type"] and event["type"] != "ping"]
+        return order, joined, {event["item_id"] for event in events if "item_id" in event}
+
+    streams = [stream() for _ in range(3)]
+    assert lost.submits and any(submit.output_token_ids for submit in well.submits), "one stream has moved"
+    assert all(one[:2] == streams[0][:2] and len(one[1]) >= 3 for one in streams)
+    assert all(len(one[2]) == (len(one[1]) if path == "/v1/responses" else 0) for one in streams)
