@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 TYPED = ("instructor==1.17.0",)
+CODEX = ("openai-codex-cli-bin==0.163.0",)
+CLAUDE = ("claude-agent-sdk==0.2.189",)
 AGENTS = ("openai-agents==0.24.0", "pydantic-ai-slim[openai]==2.68.0")  # instructor needs older packages than these
 
 
