@@ -116,3 +116,18 @@ def test_models_are_listed(shared: Any) -> None:
 
     (model,) = shared.call(call()).models
     assert (model.id, model.max_model_len) == ("tiny", 256)
+
+
+def test_the_request_of_a_client_that_does_not_read_is_freed(harness: Any, make_replica: Any, eventually: Any) -> None:
+    harness.start([make_replica(reply="word " * 60_000, max_model_len=1_000_000)], limits={"write_seconds": 0.5})
+    options = GenerateOptions(max_tokens=10_000, logprobs=5, n=4)
+    with grpc.insecure_channel(
+        f"127.0.0.1:{harness.router.grpc_port}", options=[("grpc.http2.bdp_probe", 0)]
+    ) as channel:
+        stub: Any = InferenceStub(channel)
+        events = stub.Generate(GenerateRequest(model="tiny", prompt="x", options=options), timeout=60)
+        assert next(events)
+        admission = harness.router.services.admission
+        assert admission.running == 1
+        eventually(lambda: admission.running == 0)
+        events.cancel()
