@@ -130,6 +130,7 @@ def test_a_schema_of_the_text_is_followed(harness: Any, make_replica: Any) -> No
     ("fields", "said"),
     [
         ({"input": None}, "'input' is required"),
+        ({"input": []}, "'input' is empty."),
         ({"previous_response_id": "resp_1"}, "'previous_response_id' is not supported: this server keeps no answers"),
         ({"conversation": "c"}, "'conversation' is not supported"),
         ({"background": True}, "'background' is not supported"),
@@ -161,7 +162,9 @@ def test_hosted_tools_are_left_out_and_named(shared: Any) -> None:
         "max_output_tokens": 5,
         "tools": [{"type": "web_search"}, {"type": "local_shell"}],
         "tool_choice": "auto",
-        "include": ["reasoning.encrypted_content"],
+        "include": ["reasoning.encrypted_content", "message.output_text.logprobs"],
+        "text": {"verbosity": "low"},
+        "reasoning": {"summary": "auto"},
         "max_tool_calls": 3,
         "store": False,
     }
@@ -169,7 +172,8 @@ def test_hosted_tools_are_left_out_and_named(shared: Any) -> None:
         answer = client.post("/v1/responses", json=body)
     assert answer.status_code == 200 and answer.json()["tools"] == []
     named = answer.headers["x-headrace-ignored-fields"].split(", ")
-    assert sorted(named) == ["max_tool_calls", "tools[0].web_search", "tools[1].local_shell"]
+    left_out = ["include", "max_tool_calls", "reasoning.summary", "text.verbosity"]
+    assert sorted(named) == [*left_out, "tools[0].web_search", "tools[1].local_shell"]
 
 
 def test_a_stream_that_fails_ends_with_a_failed_response(harness: Any, make_replica: Any) -> None:

@@ -203,8 +203,9 @@ def test_a_connection_whose_answers_are_not_read_ends(
     for _ in range(200):
         if connection.transport.get_write_buffer_size():
             break
+        answered = harness.router._http._server.server_state.total_requests
         sock.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n")
-        time.sleep(0.05)
+        eventually(lambda before=answered: harness.router._http._server.server_state.total_requests > before)
     assert connection.transport.get_write_buffer_size() > 0
     sock.sendall(b"GET / HT") if end == "half a head" else sock.shutdown(socket.SHUT_WR)
     eventually(lambda: _connections(harness) == 0)

@@ -122,7 +122,8 @@ def listen(host: str, port: int, *, reserved: bool = False, flag: str = "--admin
 
 def admin_server(app: ASGIApp, tls: TlsFiles | None = None, limits: Limits = ADMIN_LIMITS) -> uvicorn.Server:
     """A server for one small API: no access log, no lifespan, short keep-alive. tls: None = plain HTTP."""
-    return uvicorn.Server(http_config(app, limits, None if tls is None else tls.monitoring_context))
+    context = None if tls is None else tls.monitoring_context
+    return uvicorn.Server(http_config(app, limits, context, stop_seconds=1))
 
 
 def _without_port(host: str) -> str:

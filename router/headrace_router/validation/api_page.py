@@ -75,9 +75,9 @@ A field that is `null` counts as absent. Numbers are compared by value (`1` is `
 A field that is in no table is 400, `unknown_parameter`, with the field's name. With `--unknown-fields ignore`
 (`routers.unknown_fields` in the spec) such fields are ignored instead, and the response header
 `X-Headrace-Ignored-Fields` names them (at most 16, then `...`); fields that are refused by name stay refused. Request
-headers and query parameters other than those of HTTP, `Authorization`, `X-Request-Id` and, with `--policy session`,
-`X-Session-Id` (or the header that `--session-header` names) change nothing. That header names the session before
-`prompt_cache_key` and `session_id` do; each has as many bytes as a label at most.
+headers and query parameters other than those of HTTP, `Authorization` (or `X-Api-Key`), `X-Request-Id` and, with
+`--policy session`, `X-Session-Id` (or the header that `--session-header` names) change nothing. That header names the
+session before `prompt_cache_key` and `session_id` do; each has as many bytes as a label at most.
 
 The gRPC API (`headrace.v1.Inference`) has the same checks; its messages have honoured fields only.
 

@@ -61,7 +61,8 @@ _REFUSED = {
     "prompt": "this server keeps no prompts: send 'input' and 'instructions'.",
 }
 _SAME = ("model", "temperature", "top_p", "stream", "metadata", "user", "safety_identifier", "prompt_cache_key")
-_SILENT = ("include", "stream_options", "service_tier")  # nothing that they may ask for is missed
+_SILENT = ("include", "stream_options", "service_tier")  # no answer depends on them, but for parts of `include`
+_ENCRYPTED = "reasoning.encrypted_content"  # the reasoning of an answer is there in clear
 
 
 def parse_responses(value: Any, limits: Limits, ignored: IgnoredFields) -> tuple[ChatBody, dict[str, Any]]:
@@ -84,14 +85,17 @@ def parse_responses(value: Any, limits: Limits, ignored: IgnoredFields) -> tuple
         body = ResponsesBody.model_validate({name: entry for name, entry in value.items() if entry is not None})
     except ValidationError as error:
         raise as_api_error(error) from None
+    _name_ignored(value, body, ignored)
     tools = [tool for index, tool in enumerate(body.tools or ()) if _is_ours(tool, index, ignored)]
-    fields = {name: entry for name, entry in _chat(body, tools, ignored) if entry is not None}
+    fields = {name: entry for name, entry in _chat(body, tools) if entry is not None}
     return parse_body(ChatBody, fields, limits), _repeated(body, tools)
 
 
-def _chat(body: ResponsesBody, tools: list[dict[str, Any]], ignored: IgnoredFields) -> Iterator[tuple[str, Any]]:
+def _chat(body: ResponsesBody, tools: list[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
     """The fields of the chat."""
     given = body.input
+    if not given:
+        raise InvalidRequestError("'input' is empty.", param="input")
     messages = [{"role": "user", "content": given}] if isinstance(given, str) else _Items().messages(given)
     yield "messages", _with_instructions(body.instructions, messages)
     yield "max_tokens", body.max_output_tokens
@@ -105,8 +109,18 @@ def _chat(body: ResponsesBody, tools: list[dict[str, Any]], ignored: IgnoredFiel
         yield "reasoning_effort", body.reasoning.effort
     if body.text is not None and body.text.format is not None:
         yield "response_format", _format(body.text.format)
+
+
+def _name_ignored(value: dict[str, Any], body: ResponsesBody, ignored: IgnoredFields) -> None:
+    """Names what is known, asks for something, and changes nothing here."""
     if body.truncation == "auto":
         ignored.add("truncation")
+    if body.text is not None and body.text.verbosity not in (None, "medium"):
+        ignored.add("text.verbosity")
+    if body.reasoning is not None and body.reasoning.summary is not None:
+        ignored.add("reasoning.summary")
+    if isinstance(wanted := value.get("include"), list) and any(entry != _ENCRYPTED for entry in wanted):
+        ignored.add("include")
 
 
 def _with_instructions(instructions: str | None, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

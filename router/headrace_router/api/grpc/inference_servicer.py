@@ -49,6 +49,11 @@ from headrace_router.dispatch.prepare import count_choices
 from headrace_router.validation.bodies import ChatBody, CompletionBody
 from headrace_router.validation.body_errors import parse_body
 
+REQUEST_ID = "x-request-id"
+SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+
+log = structlog.get_logger("headrace.router.grpc")
+
 
 async def read_request(requests: AsyncIterator[bytes], seconds: float) -> bytes:
     """The one message of a call. Raises RequestTimeoutError."""
@@ -59,12 +64,6 @@ async def read_request(requests: AsyncIterator[bytes], seconds: float) -> bytes:
     except TimeoutError:
         pass
     raise RequestTimeoutError(f"The request did not arrive within {seconds:g} s.")
-
-
-REQUEST_ID = "x-request-id"
-SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
-
-log = structlog.get_logger("headrace.router.grpc")
 
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):

@@ -1,7 +1,7 @@
 """An answer as blocks, one after the other: reasoning, text, calls. Messages and Responses are views of them."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from headrace_router.answer.events import Args, CallStart, Event, Reasoning, Text
@@ -12,12 +12,16 @@ Kind = Literal["reasoning", "text", "call"]
 
 @dataclass(slots=True)
 class Block:
-    """One block; `text` is what was read of it so far. call: its id and name."""
+    """One block, with the parts that were read so far. call: its id and name."""
 
     index: int
     kind: Kind
     call: CallPart | None = None
-    text: str = ""
+    parts: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +95,7 @@ class BlockReader:
 
     def _add(self, text: str) -> Added:
         assert self._open is not None
-        self._open.text += text
+        self._open.parts.append(text)
         return Added(self._open, text)
 
     def _close(self, *, last: bool) -> Iterator[Closed]:

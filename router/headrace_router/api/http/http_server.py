@@ -17,8 +17,13 @@ QUIET_POLL_SECONDS = 0.02
 ABORT_SECONDS = 1.0  # for requests to end after their connection was aborted
 
 
-def http_config(app: ASGIApp, limits: Limits, tls: ssl.SSLContext | None = None) -> uvicorn.Config:
-    """uvicorn's settings: our bounds, no access log, no lifespan. tls: None = plain HTTP."""
+def http_config(
+    app: ASGIApp, limits: Limits, tls: ssl.SSLContext | None, *, stop_seconds: int | None = None
+) -> uvicorn.Config:
+    """uvicorn's settings: our bounds, no access log, no lifespan.
+
+    tls: None = plain HTTP. stop_seconds: for requests in flight when the server stops; None = without a limit.
+    """
     return uvicorn.Config(
         app,
         http=type("LimitedProtocol", (BoundedProtocol,), {"limits": limits}),
@@ -31,7 +36,7 @@ def http_config(app: ASGIApp, limits: Limits, tls: ssl.SSLContext | None = None)
         server_header=False,
         # uvicorn declares whole seconds, and hands them to call_later.
         timeout_keep_alive=limits.idle_seconds,  # type: ignore[arg-type]
-        timeout_graceful_shutdown=1,
+        timeout_graceful_shutdown=stop_seconds,
     )
 
 
@@ -43,9 +48,7 @@ class HttpServer:
     ) -> None:
         """tls: None = plain HTTP."""
         self.port = int(listening.getsockname()[1])
-        options = http_config(app, limits, tls)
-        options.timeout_graceful_shutdown = None  # `stop` has its own
-        self._server = _QuietServer(options)
+        self._server = _QuietServer(http_config(app, limits, tls))
         self._task = asyncio.create_task(self._server.serve(sockets=[listening]))
 
     async def stop_listening(self) -> None:

@@ -27,7 +27,7 @@ class ResponsesFormat:
         self._repeated = repeated
         self._running = running
         self._blocks = BlockReader()
-        self._number = 0  # of the next event
+        self._number = 0  # sequence number of the next event
         self._output: list[dict[str, Any]] = []  # items that are complete
         self._finish = ""
 
@@ -74,7 +74,7 @@ class ResponsesFormat:
         item = self._item(block, status)
         place = self._place(block)
         member = "text" if block.kind != "call" else "input" if _is_custom(block) else "arguments"
-        done: dict[str, Any] = {member: item["arguments"] if member == "arguments" else block.text}
+        done: dict[str, Any] = {member: block.text}
         if block.kind == "call":
             done["name"] = item["name"]
         elif block.kind == "text":
