@@ -32,14 +32,16 @@ THOUGHTS = {row.names[0]: row for row in REASONING}
 INPUT_SCHEMA = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
 
-def _tokenizer(*, markers_too: bool = True) -> Tokenizer:
-    """Bytes, and all markers as special tokens."""
+def _tokenizer(*, markers_too: bool = True, special: bool = True) -> Tokenizer:
+    """Bytes, and all markers as tokens, which are special or not."""
     vocab = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     made = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     names = sorted(set(markers())) if markers_too else []
-    made.add_special_tokens([AddedToken(name, normalized=False) for name in ["<eos>", *names]])
+    made.add_special_tokens([AddedToken("<eos>", normalized=False)])
+    add = made.add_special_tokens if special else made.add_tokens
+    add([AddedToken(name, normalized=False) for name in names])
     return made
 
 
@@ -49,8 +51,10 @@ TOKENS = {token.content: token_id for token_id, token in TOKENIZER.get_added_tok
 TABLE = TokenTable(TOKENIZER, True)
 
 
-def _syntax(tools: ToolFamily | None, reasoning: ReasoningFamily | None, *, as_tokens: bool = True) -> Syntax:
-    return Syntax(tools, reasoning, TOKENS if as_tokens else {}, set(TOKENS.values()))
+def _syntax(
+    tools: ToolFamily | None, reasoning: ReasoningFamily | None, *, as_tokens: bool = True, special: bool = True
+) -> Syntax:
+    return Syntax(tools, reasoning, TOKENS if as_tokens else {}, set(TOKENS.values()) if special else ())
 
 
 def _reasoning_of(tools: ToolFamily) -> ReasoningFamily:
@@ -358,12 +362,15 @@ def test_a_model_has_the_rows_of_its_template_or_those_that_were_chosen() -> Non
     assert names("<tool_call>", "none", "deepseek_r1") == ("", "think")
 
 
+@pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize("name", [name for name, row in FAMILIES.items() if row.written])
-def test_a_grammar_accepts_what_the_parser_reads(name: str) -> None:
+def test_a_grammar_accepts_what_the_parser_reads(name: str, special: bool) -> None:
+    """Also where the markers are tokens that are not special, as those of Qwen3."""
     row = FAMILIES[name]
     thought = _reasoning_of(row)
-    syntax = _syntax(row, thought)
-    compiler = grammar_tokenizer(TOKENIZER.to_str(), TOKENIZER.get_vocab_size(), [TOKENS["<eos>"]])
+    syntax = _syntax(row, thought, special=special)
+    tokenizer = _tokenizer(special=special)
+    compiler = grammar_tokenizer(tokenizer.to_str(), tokenizer.get_vocab_size(), [TOKENS["<eos>"]])
 
     def accepts(text: str, **options: Any) -> bool:
         matcher = compile_grammar(compiler, whole_grammar(syntax, OFFERED, **options))

@@ -52,9 +52,10 @@ class Syntax:
         """tokens: ids of the vocabulary's added tokens, by text. special: those that are no text."""
         self.tools = tools
         self.reasoning = reasoning
-        self.special = {marker: token_id for marker, token_id in (tokens or {}).items() if token_id in special}
         found = sorted({marker for marker in markers() if marker in (tokens or {})})
-        self.chars = {(tokens or {})[marker]: chr(FIRST_MARKER + place) for place, marker in enumerate(found)}
+        self.tokens = {marker: (tokens or {})[marker] for marker in found}
+        self.special = {marker for marker, token_id in self.tokens.items() if token_id in special}
+        self.chars = {self.tokens[marker]: chr(FIRST_MARKER + place) for place, marker in enumerate(found)}
         self._char_of = {marker: chr(FIRST_MARKER + place) for place, marker in enumerate(found)}
         self._spelled = {FIRST_MARKER + place: marker for place, marker in enumerate(found)}
         self._shown = {char: "" if marker in self.special else marker for char, marker in self._spelled.items()}

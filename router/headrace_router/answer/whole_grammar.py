@@ -24,6 +24,10 @@ class UnforceableCallsError(ValueError):
     """The calls of this model cannot be described by a grammar."""
 
 
+class EndlessThoughtError(ValueError):
+    """The marker that ends this model's reasoning is no token of its own: it cannot be forced after some tokens."""
+
+
 @dataclass(frozen=True)
 class OfferedTool:
     """A tool, and whether the arguments of its calls must follow the schema; else they are any object.
@@ -67,20 +71,27 @@ def whole_grammar(
     restricted: bool = False,
     one_call: bool = False,
     thinking: bool = False,
+    thought_tokens: int | None = None,
 ) -> str:
     """Empty where an answer may be anything. Raises ValueError for schemas that cannot be followed.
 
     constraint: the grammar of an answer without a call. required: the answer is a call. restricted: the model knows
-    other tools, too, which it may not call. thinking: the answer begins inside of the reasoning.
+    other tools, too, which it may not call. thinking: the answer begins inside of the reasoning. thought_tokens: the
+    most tokens of the reasoning, after which the model's own closing marker is forced.
     """
+    limited = thought_tokens is not None and syntax.reasoning is not None
     followed = required or restricted or any(tool.strict for tool in tools)
-    if not followed and not (constraint and (tools or syntax.reasoning)):
+    if not followed and not limited and not (constraint and (tools or syntax.reasoning)):
         return constraint
     rules = _Rules(syntax)
     if not required and not constraint and not rules.head_is_marker:
-        return ""  # text cannot be told from calls: neither `strict` nor `restricted` is enforced
-    begin = rules.reasoning(thinking)
-    if not tools:
+        followed = False  # text cannot be told from calls: neither `strict` nor `restricted` is enforced
+        if not limited:
+            return ""
+    begin = rules.reasoning(thinking, thought_tokens)
+    if not followed and not constraint:
+        body = rules.anything()
+    elif not tools:
         body = f"{rules.answer} @constraint"
     elif required:
         body = f"{rules.head} {rules.calls(tools, one_call)}"
@@ -118,14 +129,28 @@ class _Rules:
         """Whether a marker begins the calls."""
         return bool(self._head)
 
-    def reasoning(self, thinking: bool) -> str:
-        """What an answer begins with."""
+    def reasoning(self, thinking: bool, tokens: int | None) -> str:
+        """What an answer begins with. tokens: of the reasoning, at most. Raises EndlessThoughtError."""
         row = self._syntax.reasoning
         if row is None:
             return ""
-        self._until("thought", row.written[1])
+        if tokens is None:
+            self._until("thought", row.written[1])
+        else:
+            found = MARKER.match(row.written[1])
+            if found is None or found[1] not in self._syntax.tokens:
+                raise EndlessThoughtError
+            self._add(f"inside[max_tokens={tokens}]", _ANY_TEXT)
+            self._add("thought", f"inside {self._pieces(row.written[1])}")
         self._add("white", r"/\s{0,2}/")
         return "thought white" if thinking else f"({self._pieces(row.written[0])} thought white)?"
+
+    def anything(self) -> str:
+        """Any tokens, but for those that would begin the reasoning again."""
+        row = self._syntax.reasoning
+        opening = MARKER.fullmatch(row.written[0]) if row is not None else None
+        token_id = self._syntax.tokens.get(opening[1]) if opening is not None else None
+        return "<[*]>*" if token_id is None else f"<[^{token_id}]>*"
 
     def calls(self, tools: Sequence[OfferedTool], one_call: bool) -> str:
         """The rule of one or several calls without the head."""
@@ -143,20 +168,20 @@ class _Rules:
     def text_or(self, calls: str) -> str:
         """Text, with calls after it or without."""
         marker = self._head[1:-1]
-        if marker in self._syntax.special:
-            self._add("TEXT", "/(?s:.*)/")
+        if marker in self._syntax.special or (self.answer and marker in self._syntax.tokens):
+            self._add("TEXT", _ANY_TEXT)
             if self.answer:
                 return f"({self.answer} TEXT | {self.head} {calls})"
             return f"TEXT ({self.head} {calls})?"
         literal = regex.escape(marker).replace("/", r"\/")
-        self._add("TEXT", rf"/(?s:.*)/ & ~/(?s:.*){literal}(?s:.*)/")
+        self._add("TEXT", rf"{_ANY_TEXT} & ~/(?s:.*){literal}(?s:.*)/")
         self._until("before", self._head)
         return f"(TEXT | before {calls})"
 
     def _until(self, name: str, end: str, text: str = _ANY_TEXT) -> None:
         """Adds the rule of text up to this end, which belongs to it. text: its terminal."""
         found = MARKER.search(end)
-        if found is not None and found[1] in self._syntax.special:
+        if found is not None and found[1] in self._syntax.tokens:
             before = self._pieces(end[: found.start()])
             self._add(name.upper(), f"{text} {before}")
             self._add(name, f"{name.upper()} {self._pieces(end[found.start() :])}")
@@ -228,11 +253,15 @@ class _Rules:
         return f"({key} value_{place})*"
 
     def _pieces(self, text: str) -> str:
-        """A row's text as tokens and literals."""
+        """A row's text as tokens and literals.
+
+        A marker that is a token is only this token, whether the tokenizer calls it special or not: the parser reads no
+        other spelling of it, and the library takes tokens such as <think> for special ones by their names.
+        """
         found: list[str] = []
         for place, piece in enumerate(MARKER.split(text)):
-            if place % 2 and piece in self._syntax.special:
-                found.append(f"<[{self._syntax.special[piece]}]>")
+            if place % 2 and piece in self._syntax.tokens:
+                found.append(f"<[{self._syntax.tokens[piece]}]>")
             elif piece:
                 found.append(json.dumps(piece, ensure_ascii=False))
         return " ".join(found)
