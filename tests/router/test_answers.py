@@ -20,7 +20,12 @@ from headrace_router.answer.families import (
     markers,
 )
 from headrace_router.answer.parser import AnswerParser, Syntax, syntax_of
-from headrace_router.answer.whole_grammar import OfferedTool, UnforceableCallsError, whole_grammar
+from headrace_router.answer.whole_grammar import (
+    EndlessThoughtError,
+    OfferedTool,
+    UnforceableCallsError,
+    whole_grammar,
+)
 from headrace_router.text.detokenize import TokenTable
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "n": {"type": "integer"}}, "required": ["city"]}
@@ -445,6 +450,43 @@ def test_grammars_of_answers_without_tools() -> None:
     assert matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
     assert whole_grammar(_syntax(None, None), [], constraint="start: /a/") == "start: /a/"
     assert whole_grammar(think, [OfferedTool("f", {}, False)]) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "special"), [(name, special) for name in THOUGHTS for special in (True, False) if name != "mistral" or special]
+)
+def test_reasoning_of_at_most_so_many_tokens_is_ended_by_its_own_marker(name: str, special: bool) -> None:
+    row = THOUGHTS[name]
+    tools = FAMILIES["hermes"]
+    syntax = _syntax(tools, row, special=special)
+    tokenizer = _tokenizer(special=special)
+    compiler = grammar_tokenizer(tokenizer.to_str(), tokenizer.get_vocab_size(), [TOKENS["<eos>"]])
+
+    def allowed(text: str, **options: Any) -> set[int] | None:
+        """The tokens that may follow; None where the text is not allowed."""
+        matcher = compile_grammar(compiler, whole_grammar(syntax, thought_tokens=3, **options))
+        ids = tokenizer.encode(_spelled(text), add_special_tokens=False).ids
+        if matcher.try_consume_tokens(ids) != len(ids):
+            return None
+        mask = matcher.compute_bitmask()
+        return {token for token in TOKENS.values() if mask[token // 8] >> token % 8 & 1}
+
+    closing = {TOKENS[MARKER.findall(row.written[1])[0]]}
+    loose = [OfferedTool("get_time", {}, False)]
+    for options in ({"tools": ()}, {"tools": loose}, {"tools": OFFERED}, {"tools": (), "constraint": "start: /1+/"}):
+        assert closing <= (allowed("hm", thinking=True, **options) or set())
+        assert allowed("hm?", thinking=True, **options) == closing
+        assert allowed("hm??", thinking=True, **options) is None
+        assert allowed(f"{row.written[0]}hm?", **options) == closing
+        assert allowed(f"hm?{row.written[1]}", thinking=True, **options) not in (None, closing)
+    answer = _written(tools, PLAIN[0])
+    after = allowed(f"hm?{row.written[1]}{answer}Hi.", thinking=True, tools=loose)
+    assert after is not None and TOKENS["<eos>"] in after and TOKENS["<tool_call>"] in after
+    again = f"hm?{row.written[1]}Hi.{row.written[0]}hm"
+    assert allowed(again, thinking=True, tools=loose) is None, "the reasoning does not begin again"
+    assert whole_grammar(_syntax(tools, None), loose, thought_tokens=3) == "", "a model without reasoning"
+    with pytest.raises(EndlessThoughtError):
+        whole_grammar(_syntax(tools, row, as_tokens=False), (), thought_tokens=3)
 
 
 def test_calls_that_no_grammar_describes() -> None:

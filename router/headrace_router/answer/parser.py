@@ -54,6 +54,7 @@ class Syntax:
         self.reasoning = reasoning
         found = sorted({marker for marker in markers() if marker in (tokens or {})})
         self.tokens = {marker: (tokens or {})[marker] for marker in found}
+        self.added = sorted((tokens or {}).values())
         self.special = {marker for marker, token_id in self.tokens.items() if token_id in special}
         self.chars = {self.tokens[marker]: chr(FIRST_MARKER + place) for place, marker in enumerate(found)}
         self._char_of = {marker: chr(FIRST_MARKER + place) for place, marker in enumerate(found)}

@@ -146,11 +146,18 @@ class _Rules:
         return "thought white" if thinking else f"({self._pieces(row.written[0])} thought white)?"
 
     def anything(self) -> str:
-        """Any tokens, but for those that would begin the reasoning again."""
+        """Any tokens, but for what would begin the reasoning again."""
         row = self._syntax.reasoning
-        opening = MARKER.fullmatch(row.written[0]) if row is not None else None
-        token_id = self._syntax.tokens.get(opening[1]) if opening is not None else None
-        return "<[*]>*" if token_id is None else f"<[^{token_id}]>*"
+        _, marker, behind, *_ = MARKER.split(row.written[0]) if row is not None else ("", "", "")
+        token_id = self._syntax.tokens.get(marker)
+        if token_id is None:
+            return "<[*]>*"
+        if not behind:
+            return f"<[^{token_id}]>*"
+        self._add("TEXT", _ANY_TEXT)
+        self._add("OTHER", rf"{_ANY_TEXT} & ~/{regex.escape(behind.strip())}(?s:.*)/")
+        others = ",".join(str(other) for other in self._syntax.added if other != token_id)
+        return f"TEXT (<[{others}]> TEXT | <[{token_id}]> OTHER)*"
 
     def calls(self, tools: Sequence[OfferedTool], one_call: bool) -> str:
         """The rule of one or several calls without the head."""

@@ -8,6 +8,7 @@ from typing import Any
 from headrace_router.access.auth import Tenant
 from headrace_router.answer.grammar import schema_grammar
 from headrace_router.answer.whole_grammar import (
+    EndlessThoughtError,
     OfferedTool,
     UnforceableCallsError,
     definitions,
@@ -52,11 +53,13 @@ class AnswerGrammars:
         used: ToolUse | None,
         constraint: str,
         field: str,
+        *,
         thinking: bool,
+        thought_tokens: int | None,
     ) -> str:
         """The grammar of the whole answer; empty where the answer may be anything.
 
-        thinking: the answer begins inside of the reasoning.
+        thinking: the answer begins inside of the reasoning. thought_tokens: the most tokens of the reasoning.
 
         Where the schema of a tool cannot be followed, and the tool is not strict, its arguments are any object. Raises
         InvalidRequestError.
@@ -70,10 +73,10 @@ class AnswerGrammars:
 
         async def whole(used: ToolUse | None) -> str:
             def make() -> str:
-                return _whole(form, used, constraint, thinking)
+                return _whole(form, used, constraint, thinking, thought_tokens)
 
             grammar = await self._pool.run(make, tenant.name, LARGE) if size else make()
-            return await self.checked(card, tenant, grammar, field or "tools")
+            return await self.checked(card, tenant, grammar, field or ("tools" if used else "max_reasoning_tokens"))
 
         try:
             return await whole(used)
@@ -157,7 +160,9 @@ def _parts(schema: Mapping[str, Any], path: str) -> Iterator[tuple[str, Mapping[
             yield f"{path}{name}", {**definitions(schema), **part}
 
 
-def _whole(form: ChatForm, used: ToolUse | None, constraint: str, thinking: bool) -> str:
+def _whole(
+    form: ChatForm, used: ToolUse | None, constraint: str, thinking: bool, thought_tokens: int | None
+) -> str:
     """The grammar, not checked. Raises InvalidRequestError."""
     try:
         return whole_grammar(
@@ -168,7 +173,14 @@ def _whole(form: ChatForm, used: ToolUse | None, constraint: str, thinking: bool
             restricted=used is not None and used.restricted,
             one_call=used is not None and (used.one_call or not form.template.takes_several_calls),
             thinking=thinking,
+            thought_tokens=thought_tokens,
         )
+    except EndlessThoughtError:
+        raise UnsupportedError(
+            "'max_reasoning_tokens' is not supported for this model: what ends its reasoning is no token of its own. Send "
+            "the request without it.",
+            param="max_reasoning_tokens",
+        ) from None
     except UnforceableCallsError:
         if form.syntax.tools is None:
             raise UnsupportedError(

@@ -121,7 +121,9 @@ class Preparer:
         prompt, thinking = await self._pool.run(encode, tenant.name, chars)
         lengths = self._lengths(body, card, [prompt], sampling, asked, None)
         form = card.form(options)
-        grammar = await self._grammars.of_chat(card, form, tenant, used, constraint, field, thinking)
+        grammar = await self._grammars.of_chat(
+            card, form, tenant, used, constraint, field, thinking=thinking, thought_tokens=body.max_reasoning_tokens
+        )
         special = body.skip_special_tokens is False
         calls = used is not None and used.offered and form.syntax.tools is not None
         parser = None

@@ -240,7 +240,7 @@ BOTH: tuple[RestrictedField, ...] = (
     accepted_at("stream_interval", _INTEGER, 1),
     refused("sse_ping_interval", _INTEGER, "The server's 'keep_alive_seconds' sets it."),
     # Reasoning.
-    accepted_at("thinking_token_budget", _INTEGER, -1),
+    accepted_at("thinking_token_budget", _INTEGER, -1, note="Send 'max_reasoning_tokens'."),
     # Adapters, images, sessions.
     refused("lora_path", _STRING | _LIST),
     accepted_at("lora", _LIST, []),

@@ -38,7 +38,7 @@ class MessagesToolChoice(_Open):
 
 
 class Thinking(_Open):
-    """Whether the model reasons, and whether the answer shows it. budget_tokens changes nothing yet."""
+    """Whether the model reasons, with how many tokens at most, and whether the answer shows it."""
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -109,8 +109,8 @@ def _chat(body: MessagesBody, ignored: IgnoredFields) -> Iterator[tuple[str, Any
         yield "continue_final_message", True
     thinking = body.thinking
     reasons = thinking is not None and thinking.type != "disabled"
-    if thinking is not None and thinking.budget_tokens is not None:
-        ignored.add("thinking.budget_tokens")
+    if thinking is not None and reasons:
+        yield "max_reasoning_tokens", thinking.budget_tokens
     yield "chat_template_kwargs", {"enable_thinking": reasons}
     yield "include_reasoning", reasons and thinking is not None and thinking.display != "omitted"
     tools = [tool for index, tool in enumerate(body.tools or ()) if _is_ours(tool, index, ignored)]
