@@ -8,15 +8,10 @@ from typing import Any
 import pytest
 
 from support.e2e.foreign import AGENTS, TYPED, foreign_python
+from support.router.fake_replica import TOOL_TEMPLATE
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
 DONE = "It is 20 °C in Zürich."
-TEMPLATE = (
-    "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}"
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
-    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
-    "<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
-)
 OPENAI_AGENTS = """
 import asyncio, sys
 from agents import Agent, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
@@ -95,7 +90,7 @@ def test_a_loop_of_two_steps(
 ) -> None:
     if script is INSTRUCTOR and mode == "stream":
         replies = replies[1:]  # it repeats no streamed answer
-    replica = make_replica(replies=replies, chat_template=TEMPLATE, max_model_len=8192)
+    replica = make_replica(replies=replies, chat_template=TOOL_TEMPLATE, max_model_len=8192)
     harness.start([replica])
     python = foreign_python(TYPED if script is INSTRUCTOR else AGENTS)
     command = [str(python), "-c", script, f"{harness.url}/v1", mode]

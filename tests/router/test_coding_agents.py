@@ -9,15 +9,10 @@ from typing import Any
 import pytest
 
 from support.e2e.foreign import CLAUDE, CODEX, foreign_python
+from support.router.fake_replica import TOOL_TEMPLATE
 
 pytestmark = [pytest.mark.faults("tools"), pytest.mark.timeout(1200)]
 
-TEMPLATE = (
-    "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}"
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
-    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 CALL = '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>'
 CODEX_PATH = "from codex_cli_bin import bundled_codex_path; print(bundled_codex_path())"
 CLAUDE_RUN = """
@@ -33,7 +28,7 @@ asyncio.run(main())
 
 
 def _start(harness: Any, make_replica: Any, call: str) -> Any:
-    replica = make_replica(chat_template=TEMPLATE, max_model_len=400_000, replies=(call,), reply="All done.")
+    replica = make_replica(chat_template=TOOL_TEMPLATE, max_model_len=400_000, replies=(call,), reply="All done.")
     harness.start([replica])
     return replica
 

@@ -12,13 +12,8 @@ from headrace_proto.grammar import compile_grammar, grammar_tokenizer
 from headrace_proto.inference_pb2 import ChatMessage, ChatMessages, GenerateRequest, InputGrammar, Tool, ToolCall
 from headrace_proto.inference_pb2_grpc import InferenceStub
 from headrace_router.answer.input_text import InputText, input_grammar
+from support.router.fake_replica import TOOL_TEMPLATE
 
-TEMPLATE = (
-    "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}"
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
-    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
-    "<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
-)
 RUN: dict[str, Any] = {"type": "custom", "custom": {"name": "run", "description": "Runs Python."}}
 TIME: dict[str, Any] = {"type": "function", "function": {"name": "get_time"}}
 CODE = 'print("Zürich 🙂\\n")\n\tx = 1 < 2 </tool_call>'
@@ -38,7 +33,7 @@ def _grammar(definition: str, syntax: str = "lark") -> dict[str, Any]:
 
 
 def _start(harness: Any, make_replica: Any, **options: Any) -> Any:
-    replica = make_replica(**{"reply": REPLY, "chat_template": TEMPLATE, "max_model_len": 4096} | options)
+    replica = make_replica(**{"reply": REPLY, "chat_template": TOOL_TEMPLATE, "max_model_len": 4096} | options)
     harness.start([replica])
     return replica
 

@@ -7,13 +7,8 @@ import anthropic
 import httpx2
 import pytest
 
-TEMPLATE = (
-    "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}"
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
-    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    "{# {{ message.reasoning_content }} <think></think> #}"
-)
+from support.router.fake_replica import TOOL_TEMPLATE
+
 WEATHER: Any = {
     "name": "get_weather",
     "description": "The weather of a city.",
@@ -37,7 +32,7 @@ def _client(harness: Any, **options: Any) -> anthropic.Anthropic:
 
 
 def _start(harness: Any, make_replica: Any, config: Any = None, **options: Any) -> Any:
-    replica = make_replica(**{"reply": ANSWER, "chat_template": TEMPLATE, "max_model_len": 4096} | options)
+    replica = make_replica(**{"reply": ANSWER, "chat_template": TOOL_TEMPLATE, "max_model_len": 4096} | options)
     harness.start([replica], **(config or {}))
     return replica
 
@@ -194,7 +189,17 @@ def test_what_is_left_out_is_named_in_a_header(shared: Any) -> None:
         answer = client.post("/v1/messages?beta=true", json=body, headers={"anthropic-version": "2023-06-01"})
     assert answer.status_code == 200, answer.text
     named = answer.headers["x-headrace-ignored-fields"].split(", ")
-    assert sorted(named) == ["context_management", "thinking.budget_tokens", "tools[0].web_search_20250305"]
+    assert sorted(named) == ["context_management", "tools[0].web_search_20250305"]
+
+
+def test_a_budget_of_thinking_that_cannot_be_enforced_is_named(harness: Any, make_replica: Any) -> None:
+    """The tokenizer of this model has no token that ends the reasoning."""
+    replica = _start(harness, make_replica)
+    body = {"model": "tiny", "max_tokens": 2000, "messages": ASKED, "thinking": THINKING}
+    for stream in (False, True):
+        with harness.client() as client:
+            answer = client.post("/v1/messages", json=body | {"stream": stream})
+        assert answer.headers["x-headrace-ignored-fields"] == "max_reasoning_tokens" and not replica.submits[-1].grammar
 
 
 def test_a_stream_that_fails_ends_with_an_error_event(harness: Any, make_replica: Any) -> None:

@@ -6,13 +6,8 @@ from typing import Any
 import openai
 import pytest
 
-TEMPLATE = (
-    "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}"
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
-    "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}{{ message.content }}"
-    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
-    "<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
-)
+from support.router.fake_replica import TOOL_TEMPLATE
+
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER: Any = {"type": "function", "name": "get_weather", "description": "The weather.", "parameters": SCHEMA}
 PATCH: Any = {"type": "custom", "name": "apply_patch", "description": "Changes files."}
@@ -28,7 +23,7 @@ def _client(harness: Any) -> openai.OpenAI:
 
 
 def _start(harness: Any, make_replica: Any, **options: Any) -> Any:
-    replica = make_replica(**{"reply": ANSWER, "chat_template": TEMPLATE, "max_model_len": 4096} | options)
+    replica = make_replica(**{"reply": ANSWER, "chat_template": TOOL_TEMPLATE, "max_model_len": 4096} | options)
     harness.start([replica])
     return replica
 
@@ -192,7 +187,7 @@ def test_a_stream_whose_replica_is_lost_inside_of_a_call_goes_on(
     harness: Any, make_replica: Any, path: str, after: int
 ) -> None:
     """The same blocks with the same ids: what a client has of a call is not sent again."""
-    options: dict[str, Any] = {"reply": ANSWER, "chat_template": TEMPLATE, "max_model_len": 4096}
+    options: dict[str, Any] = {"reply": ANSWER, "chat_template": TOOL_TEMPLATE, "max_model_len": 4096}
     lost = make_replica(replica_id="lost", die_after=after, **options)
     well = make_replica(replica_id="well", **options)
     harness.start([lost, well])

@@ -34,6 +34,7 @@ class Pool:
 
 _DEFAULTS = '{"max_tokens": 512, "temperature": 0.2}'
 _NAME = r"^[A-Za-z0-9]([A-Za-z0-9._/:-]{0,126}[A-Za-z0-9])?$"
+_ALIAS = r"^[A-Za-z0-9*]([A-Za-z0-9._/:*-]{0,126}[A-Za-z0-9*])?$"
 
 
 def default_name(source: str) -> str:
@@ -89,7 +90,9 @@ class ModelSpec(Section, ReplicaSettings):  # type: ignore[misc]  # frozen by it
         description="what requests call it; default: from the source",
         json_schema_extra=flag("--served-model-name"),
     )
-    aliases: tuple[Annotated[str, Field(pattern=_NAME)], ...] = Field(default=(), description="further names for it")
+    aliases: tuple[Annotated[str, Field(pattern=_ALIAS)], ...] = Field(
+        default=(), description="further names for it; * is any text, as in claude-*"
+    )
     source: str = Field(
         default=EMBEDDED_MODEL,
         min_length=1,

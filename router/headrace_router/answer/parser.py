@@ -86,6 +86,11 @@ class Syntax:
         self.before = tools.tags.before if tools and tools.tags else ""
         self.quote = self._char_of.get(QUOTE, QUOTE)
 
+    @property
+    def closes_by_token(self) -> bool:
+        """Whether the reasoning of this model, if it has any, ends with a token that nothing else is written with."""
+        return self.reasoning is None or MARKER.split(self.reasoning.written[1])[1] in self.tokens
+
     def compiled(self, pattern: str) -> "regex.Pattern[str]":
         """The compiled pattern of a row."""
         return regex.compile(MARKER.sub(lambda found: self._marker(found[1]), pattern), regex.DOTALL)

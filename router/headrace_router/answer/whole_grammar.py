@@ -24,10 +24,6 @@ class UnforceableCallsError(ValueError):
     """The calls of this model cannot be described by a grammar."""
 
 
-class EndlessThoughtError(ValueError):
-    """The marker that ends this model's reasoning is no token of its own: it cannot be forced after some tokens."""
-
-
 @dataclass(frozen=True)
 class OfferedTool:
     """A tool, and whether the arguments of its calls must follow the schema; else they are any object.
@@ -77,7 +73,7 @@ def whole_grammar(
 
     constraint: the grammar of an answer without a call. required: the answer is a call. restricted: the model knows
     other tools, too, which it may not call. thinking: the answer begins inside of the reasoning. thought_tokens: the
-    most tokens of the reasoning, after which the model's own closing marker is forced.
+    most tokens of the reasoning, after which the model's own closing marker is forced; for `Syntax.closes_by_token`.
     """
     limited = thought_tokens is not None and syntax.reasoning is not None
     followed = required or restricted or any(tool.strict for tool in tools)
@@ -130,16 +126,13 @@ class _Rules:
         return bool(self._head)
 
     def reasoning(self, thinking: bool, tokens: int | None) -> str:
-        """What an answer begins with. tokens: of the reasoning, at most. Raises EndlessThoughtError."""
+        """What an answer begins with. tokens: of the reasoning, at most."""
         row = self._syntax.reasoning
         if row is None:
             return ""
         if tokens is None:
             self._until("thought", row.written[1])
         else:
-            found = MARKER.match(row.written[1])
-            if found is None or found[1] not in self._syntax.tokens:
-                raise EndlessThoughtError
             self._add(f"inside[max_tokens={tokens}]", _ANY_TEXT)
             self._add("thought", f"inside {self._pieces(row.written[1])}")
         self._add("white", r"/\s{0,2}/")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any, Generic, Protocol, TypeAlias
 
 from headrace_proto.control_pb2 import HeardReplica, Member, MemberList, ModelEntry, RouterReport
@@ -20,10 +21,15 @@ class ServedModel:
     """A model as /v1/models lists it; length and defaults are unknown until a replica was connected."""
 
     name: str
-    aliases: tuple[str, ...]
+    aliases: tuple[str, ...]  # with `*` for any text
     created: int
     max_model_len: int | None = None
     defaults: Mapping[str, float] | None = None  # values of options that requests may omit, by name
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The name and the aliases without `*`."""
+        return self.name, *(alias for alias in self.aliases if ANY not in alias)
 
 
 class ServedModels:
@@ -81,6 +87,8 @@ class ServedModels:
         return max(equal, key=lambda revision: max(replica.identity.generation for replica in ready[revision]))
 
 
+ANY = "*"  # in aliases
+LATEST = ":latest"  # the tag that Ollama's clients add to names without one
 PAUSE_SECONDS = 1.0  # between two calls of `maintain`: longer ones are pauses of this process
 EXPIRED_BLOCKS = 4_096  # that were expected, in each call of `expire`: some milliseconds
 SWEPT_SEGMENTS = 8  # segments of the prefix index, in each call of `maintain`: about a millisecond
@@ -266,8 +274,8 @@ class Fleet(Generic[C]):
 
     def model_ready(self, name: str) -> bool:
         """Whether the model with this name or alias has a ready replica; false for an unknown one."""
-        known = next((model.name for model in self.models() if name == model.name or name in model.aliases), None)
-        return known is not None and any(replica.ready for replica in self.of_model(known))
+        known = self._named(name)
+        return known is not None and any(replica.ready for replica in self.of_model(known.name))
 
     def models(self) -> Sequence[ServedModel]:
         """All models, listed by the controller or found on a replica."""
@@ -278,13 +286,27 @@ class Fleet(Generic[C]):
 
     def model(self, name: str) -> ServedModel:
         """The model with this name or alias. Raises ModelNotFoundError."""
-        for model in self.models():
-            if name == model.name or name in model.aliases:
-                return model
+        found = self._named(name) or self._named(name.removesuffix(LATEST))
+        if found is not None:
+            return found
         shown = name if len(name) <= 100 else name[:99] + "…"
         raise ModelNotFoundError(
             f"The model '{shown}' does not exist; GET /v1/models lists those that do.", param="model"
         )
+
+    def _named(self, name: str) -> ServedModel | None:
+        """Of several patterns that fit, the longest counts."""
+        models = self.models()
+        exact = next((model for model in models if name in model.names), None)
+        if exact is not None:
+            return exact
+        fitting = [
+            (len(alias), model)
+            for model in models
+            for alias in model.aliases
+            if ANY in alias and fnmatchcase(name, alias)
+        ]
+        return max(fitting, key=lambda pair: pair[0])[1] if fitting else None
 
     def card(self, name: str) -> C:
         """The card of the revision that new requests use. Raises ModelNotFoundError, NoReplicaError or DrainedError."""

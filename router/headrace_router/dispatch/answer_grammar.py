@@ -8,7 +8,6 @@ from typing import Any
 from headrace_router.access.auth import Tenant
 from headrace_router.answer.grammar import schema_grammar
 from headrace_router.answer.whole_grammar import (
-    EndlessThoughtError,
     OfferedTool,
     UnforceableCallsError,
     definitions,
@@ -160,9 +159,7 @@ def _parts(schema: Mapping[str, Any], path: str) -> Iterator[tuple[str, Mapping[
             yield f"{path}{name}", {**definitions(schema), **part}
 
 
-def _whole(
-    form: ChatForm, used: ToolUse | None, constraint: str, thinking: bool, thought_tokens: int | None
-) -> str:
+def _whole(form: ChatForm, used: ToolUse | None, constraint: str, thinking: bool, thought_tokens: int | None) -> str:
     """The grammar, not checked. Raises InvalidRequestError."""
     try:
         return whole_grammar(
@@ -175,12 +172,6 @@ def _whole(
             thinking=thinking,
             thought_tokens=thought_tokens,
         )
-    except EndlessThoughtError:
-        raise UnsupportedError(
-            "'max_reasoning_tokens' is not supported for this model: what ends its reasoning is no token of its own. Send "
-            "the request without it.",
-            param="max_reasoning_tokens",
-        ) from None
     except UnforceableCallsError:
         if form.syntax.tools is None:
             raise UnsupportedError(

@@ -22,6 +22,7 @@ from headrace_router.text.model_card import ModelCard
 from headrace_router.text.text_encoder import names, strings
 from headrace_router.text.tokenizer_pool import TokenizerPool
 from headrace_router.validation.bodies import ChatBody, CompletionBody, RequestOptions
+from headrace_router.validation.token_bodies import DetokenizeBody, TokenizeBody
 from headrace_router.validation.tool_use import ToolUse, grammar_of, template_message, tools_of
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions, unless the model has one
@@ -64,6 +65,7 @@ class GenerationRequest:
     parser: Callable[[], AnswerParser] | None = None  # for each choice, where an answer is more than text
     calls_before: int = 0  # calls of tools in the chat: some models count them
     special: bool = False  # special tokens stay in the text
+    ignored: tuple[str, ...] = ()  # fields that change nothing for this model
 
     @property
     def prompt_tokens(self) -> int:
@@ -121,8 +123,12 @@ class Preparer:
         prompt, thinking = await self._pool.run(encode, tenant.name, chars)
         lengths = self._lengths(body, card, [prompt], sampling, asked, None)
         form = card.form(options)
+        limit: int | None = body.max_reasoning_tokens
+        ignored: tuple[str, ...] = ()
+        if limit is not None and not form.syntax.closes_by_token:
+            limit, ignored = None, ("max_reasoning_tokens",)
         grammar = await self._grammars.of_chat(
-            card, form, tenant, used, constraint, field, thinking=thinking, thought_tokens=body.max_reasoning_tokens
+            card, form, tenant, used, constraint, field, thinking=thinking, thought_tokens=limit
         )
         special = body.skip_special_tokens is False
         calls = used is not None and used.offered and form.syntax.tools is not None
@@ -146,14 +152,27 @@ class Preparer:
             parser=parser,
             calls_before=sum(len(message.tool_calls or ()) for message in body.messages),
             special=special,
+            ignored=ignored,
         )
 
-    async def count_tokens(self, body: ChatBody, tenant: Tenant) -> int:
-        """The tokens of a chat's prompt. Raises ApiError."""
+    async def tokenize(self, body: ChatBody | TokenizeBody, tenant: Tenant) -> tuple[ModelCard, list[int]]:
+        """The tokens of a prompt. Raises ApiError."""
+        if isinstance(body, TokenizeBody):
+            self._check_chars(len(body.prompt), "prompt")
+            _check_text(body.prompt, "prompt")
+            card = self._fleet.card(body.model)
+            encode = functools.partial(card.encoder.encode_prompt, body.prompt, around=body.add_special_tokens)
+            return card, await self._pool.run(encode, tenant.name, len(body.prompt))
         messages, options, chars = self._for_template(body, tools_of(body))
         card = self._fleet.card(body.model)
         token_ids, _ = await self._pool.run(lambda: card.chat(messages, options), tenant.name, chars)
-        return len(token_ids)
+        return card, token_ids
+
+    async def detokenize(self, body: DetokenizeBody, tenant: Tenant) -> str:
+        """The text of tokens, special ones included. Raises ApiError."""
+        card = self._fleet.card(body.model)
+        _check_ids(body.tokens, card, "tokens")
+        return await self._pool.run(lambda: card.decode(body.tokens, True), tenant.name, len(body.tokens))
 
     def _for_template(self, body: ChatBody, used: ToolUse | None) -> tuple[list[dict[str, Any]], dict[str, Any], int]:
         """The messages and variables that a template gets, and how many characters of the client they have."""

@@ -96,6 +96,10 @@ class ModelCard:
         """The text of token ids. Slow for long lists: call off the event loop. special: with special tokens."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=not special)
 
+    def token_strings(self, token_ids: Sequence[int]) -> list[str]:
+        """The tokens as the vocabulary has them; empty for an id that it does not have."""
+        return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
+
 
 def _form(source: str, facts: ModelFacts, tokenizer: Tokenizer) -> ChatForm:
     template = ChatTemplate(source, facts.special_tokens, sorted(facts.named_templates))

@@ -284,15 +284,15 @@ class TextEncoder:
         if bos is not None and self._prefix[:1] != [bos]:
             self._prefix = [bos, *self._prefix]
 
-    def encode_prompt(self, text: str) -> list[int]:
-        """Ids of a bare prompt, with the tokens that the tokenizer itself adds around one.
+    def encode_prompt(self, text: str, *, around: bool = True) -> list[int]:
+        """Ids of a bare prompt. around: with the tokens that the tokenizer itself adds around one.
 
         Raises ControlTokenError, TooManyControlTokensError.
         """
         ids = self._plain(text)
         if not self._control.isdisjoint(ids):
             ids = self._encode(ClientText(text), "prompt")
-        return [*self._prefix, *ids, *self._suffix]
+        return [*self._prefix, *ids, *self._suffix] if around else ids
 
     def encode_words(self, words: Sequence[str]) -> list[list[int]]:
         """Ids of each word alone and after a space, each sequence once. Spelled control tokens are tokens here.

@@ -401,9 +401,14 @@ class ChatBody(RequestOptions):
         default=None, description="false: the answer ends with its first call"
     )
     include_reasoning: StrictBool | None = Field(default=None, description="false: the answer's reasoning is left out")
-    max_reasoning_tokens: Annotated[
-        StrictInt, Field(ge=0, le=INT32_MAX, description="then the reasoning is ended, and the answer begins"), WHOLE
-    ] | None = None
+    max_reasoning_tokens: (
+        Annotated[
+            StrictInt,
+            Field(ge=0, le=INT32_MAX, description="then the reasoning is ended, and the answer begins"),
+            WHOLE,
+        ]
+        | None
+    ) = None
     metadata: dict[str, StrictStr] | None = Field(default=None, description="labels")
     safety_identifier: StrictStr | None = Field(default=None, description="a label")
     prompt_cache_key: StrictStr | None = Field(

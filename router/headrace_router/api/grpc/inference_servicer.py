@@ -140,7 +140,7 @@ class InferenceService:
                 defaults=ParseDict(dict(model.defaults or {}), GenerateOptions()),
             )
             for model in self._services.fleet.models()
-            for name in (model.name, *model.aliases)
+            for name in model.names
         ]
         return ListModelsResponse(models=infos)
 

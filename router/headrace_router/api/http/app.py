@@ -16,9 +16,10 @@ from starlette.types import ASGIApp
 
 from headrace_router.access.auth import needs_local_host
 from headrace_router.api.http.formats import ChatFormat, CompletionFormat, json_response
-from headrace_router.api.http.generation_response import generation_response
+from headrace_router.api.http.generation_response import checked_response, generation_response
 from headrace_router.api.http.messages_format import MessagesFormat
 from headrace_router.api.http.middleware import RequestMiddleware, error_response
+from headrace_router.api.http.ollama_format import VERSION, OllamaFormat, loaded, shown, tags
 from headrace_router.api.http.responses_format import ResponsesFormat
 from headrace_router.api.services import Services
 from headrace_router.core.errors import (
@@ -32,7 +33,9 @@ from headrace_router.core.fleet import ServedModel
 from headrace_router.validation.bodies import ChatBody, CompletionBody
 from headrace_router.validation.body_errors import IgnoredFields, parse_body
 from headrace_router.validation.messages_body import MessagesBody, parse_messages
+from headrace_router.validation.ollama_body import OllamaBody, model_name, parse_ollama
 from headrace_router.validation.responses_body import ResponsesBody, parse_responses
+from headrace_router.validation.token_bodies import DetokenizeBody, TokenizeBody, parse_detokenize, parse_tokenize
 
 _STOPPING = "The server is shutting down."
 _REFERENCE = "#/components/schemas/{model}"
@@ -50,6 +53,8 @@ def build_app(services: Services) -> ASGIApp:
     )
     app.openapi = functools.partial(_openapi, app)  # type: ignore[method-assign]
     add_generation(app, services)
+    add_tokens(app, services)
+    add_ollama(app, services)
     add_server(app, services)
     add_health(app, services)
     config = services.config
@@ -114,7 +119,67 @@ def add_generation(app: FastAPI, services: Services) -> None:
         body = await services.bodies.read(
             request, lambda value: parse_messages(value, config.limits, IgnoredFields(), counting=True)
         )
-        return json_response({"input_tokens": await services.preparer.count_tokens(body, request.state.tenant)})
+        _, token_ids = await services.preparer.tokenize(body, request.state.tenant)
+        return json_response({"input_tokens": len(token_ids)})
+
+
+def add_tokens(app: FastAPI, services: Services) -> None:
+    """Text to tokens, and back."""
+
+    def with_model(value: Any) -> Any:
+        """Where one model is served, it need not be named."""
+        models = services.fleet.models()
+        if not isinstance(value, dict) or value.get("model") is not None or len(models) != 1:
+            return value
+        return {**value, "model": models[0].name}
+
+    @app.post("/tokenize", tags=["tokens"], summary="Tokens of a text or a chat", openapi_extra=JsonBody(TokenizeBody))
+    async def tokenize(request: Request) -> Response:
+        limits = services.config.limits
+        body, strings = await services.bodies.read(request, lambda value: parse_tokenize(with_model(value), limits))
+        card, ids = await services.preparer.tokenize(body, request.state.tenant)
+        named = card.token_strings(ids) if strings else None
+        found = {"count": len(ids), "max_model_len": card.max_model_len, "tokens": ids, "token_strs": named}
+        return json_response(found)
+
+    @app.post("/detokenize", tags=["tokens"], summary="The text of tokens", openapi_extra=JsonBody(DetokenizeBody))
+    async def detokenize(request: Request) -> Response:
+        body = await services.bodies.read(request, lambda value: parse_detokenize(with_model(value)))
+        return json_response({"prompt": await services.preparer.detokenize(body, request.state.tenant)})
+
+
+def add_ollama(app: FastAPI, services: Services) -> None:
+    """Ollama's API, for editors that speak nothing else."""
+
+    async def answer(request: Request, *, chat: bool) -> Response:
+        ignored = IgnoredFields()
+        body = await services.bodies.read(request, lambda value: parse_ollama(value, services.config.limits, ignored))
+        if isinstance(body, str):
+            services.fleet.model(body)
+            return json_response(loaded(body, chat=chat))
+        make_format = functools.partial(OllamaFormat, body, chat=chat)
+        return checked_response(services, request, body, make_format, ignored)
+
+    @app.post("/api/chat", tags=["ollama"], summary="Answer a chat", openapi_extra=JsonBody(OllamaBody))
+    async def chat(request: Request) -> Response:
+        return await answer(request, chat=True)
+
+    @app.post("/api/generate", tags=["ollama"], summary="Answer a prompt", openapi_extra=JsonBody(OllamaBody))
+    async def generate(request: Request) -> Response:
+        return await answer(request, chat=False)
+
+    @app.get("/api/tags", tags=["ollama"], summary="List the models")
+    async def listed() -> Response:
+        return json_response(tags(services.fleet.models()))
+
+    @app.post("/api/show", tags=["ollama"], summary="Describe one model", openapi_extra=JsonBody(OllamaBody))
+    async def show(request: Request) -> Response:
+        name = await services.bodies.read(request, model_name)
+        return json_response(shown(services.fleet.model(name), services.fleet.card(name)))
+
+    @app.get("/api/version", tags=["ollama"], summary="The version of Ollama whose API this is")
+    async def ollama_version() -> Response:
+        return json_response({"version": VERSION})
 
 
 def add_server(app: FastAPI, services: Services) -> None:
@@ -122,13 +187,13 @@ def add_server(app: FastAPI, services: Services) -> None:
 
     @app.get("/v1/models", tags=["models"], summary="List the models")
     async def models() -> Response:
-        listed = [entry for model in services.fleet.models() for entry in _entries(model)]
+        listed = [_entry(model, name) for model in services.fleet.models() for name in model.names]
         return json_response({"object": "list", "data": listed})
 
     @app.get("/v1/models/{model:path}", tags=["models"], summary="Describe one model")
     async def model(model: str) -> Response:
         found = services.fleet.model(model)
-        return json_response(next(entry for entry in _entries(found) if entry["id"] == model))
+        return json_response(_entry(found, model))
 
     @app.get("/version", tags=["server"], summary="The version of Headrace")
     async def version_route() -> Response:
@@ -181,20 +246,17 @@ def add_health(app: FastAPI, services: Services) -> None:
         return json_response({"status": "ready"})
 
 
-def _entries(model: ServedModel) -> list[dict[str, Any]]:
-    """The model under its name and each of its aliases."""
-    return [
-        {
-            "id": name,
-            "object": "model",
-            "created": model.created,
-            "owned_by": "headrace",
-            "root": model.name,
-            "max_model_len": model.max_model_len,
-            "defaults": model.defaults,
-        }
-        for name in (model.name, *model.aliases)
-    ]
+def _entry(model: ServedModel, name: str) -> dict[str, Any]:
+    """name: its own, or an alias."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "headrace",
+        "root": model.name,
+        "max_model_len": model.max_model_len,
+        "defaults": model.defaults,
+    }
 
 
 def headrace_version() -> str:

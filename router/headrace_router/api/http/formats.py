@@ -15,11 +15,13 @@ from headrace_router.text.model_card import ModelCard
 from headrace_router.validation.bodies import ChatBody, CompletionBody
 
 DONE = b"data: [DONE]\n\n"
+EVENTS = b"text/event-stream; charset=utf-8"
 
 
 class _OpenAIStream:
     """What streams of both OpenAI APIs have in common."""
 
+    media_type = EVENTS
     keep_alive = b": keep-alive\n\n"
 
     def error(self, error: ApiError) -> bytes:
@@ -280,6 +282,9 @@ class Format(Protocol):
     What may be large is made in pieces: each is cheap to make, and may be the end of one event and the beginning of
     the next.
     """
+
+    media_type: bytes
+    """Of a stream."""
 
     keep_alive: bytes
     """Sent when no token has come for a while."""

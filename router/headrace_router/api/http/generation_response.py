@@ -4,7 +4,7 @@ import asyncio
 import functools
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -25,12 +25,9 @@ from headrace_router.validation.bodies import ChatBody, CompletionBody
 from headrace_router.validation.body_errors import Body, IgnoredFields
 
 STREAM_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-
-Headers = Sequence[tuple[bytes, bytes]]
 
 log = structlog.get_logger("headrace.router.http")
 
@@ -47,20 +44,29 @@ async def generation_response(
 
     Raises an ApiError; ClientDisconnect when the client disconnected.
     """
-    config, ignored = services.config, IgnoredFields()
-    tenant, label = request.state.tenant, request.state.label
-    session = session_of(request.scope["headers"], config)
+    ignored = IgnoredFields()
     body = await services.bodies.read(request, lambda value: check(value, ignored))
+    return checked_response(services, request, body, functools.partial(make_format, body), ignored)
+
+
+def checked_response(
+    services: Services,
+    request: Request,
+    body: ChatBody | CompletionBody,
+    make_format: Callable[[RunningRequest, str, int], Format],
+    ignored: IgnoredFields,
+) -> "GenerationResponse":
+    """The same for a body that was checked."""
     return GenerationResponse(
         services,
-        tenant,
-        label,
+        request.state.tenant,
+        request.state.label,
         body,
-        functools.partial(make_format, body),
-        session=session,
+        make_format,
+        session=session_of(request.scope["headers"], services.config),
         arrived=request.state.arrived,
         write_part=request.state.write_part,
-        headers=ignored.headers(),
+        ignored=ignored,
     )
 
 
@@ -81,12 +87,12 @@ class GenerationResponse(Response):
         session: str = "",
         arrived: float,
         write_part: Callable[[bytes], bool],
-        headers: Headers = (),
+        ignored: IgnoredFields,
     ) -> None:
         """session: for placement. arrived: on the clock of time.monotonic.
 
-        write_part: of a stream that has begun, without ASGI's messages; False if a message is needed. headers: added to
-        the response's own; not to an error's.
+        write_part: of a stream that has begun, without ASGI's messages; False if a message is needed. ignored: for a
+        header of the response; errors have none.
         """
         super().__init__()
         self._services = services
@@ -97,7 +103,7 @@ class GenerationResponse(Response):
         self._write_part = write_part
         self._body = body
         self._make_format = make_format
-        self._extra_headers = headers
+        self._ignored = ignored
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         work = asyncio.create_task(self._respond(send))
@@ -126,6 +132,8 @@ class GenerationResponse(Response):
             request = await services.preparer.prepare(
                 self._body, self._tenant, self._label, self._session, whole=not self._body.stream
             )
+            for field in request.ignored:
+                self._ignored.add(field)
             async with services.run_request(request, account) as running:
                 response_format = self._make_format(running, answer_id, int(time.time()))
                 if self._body.stream:
@@ -136,7 +144,7 @@ class GenerationResponse(Response):
     async def _send_complete(self, running: RunningRequest, response_format: Format, send: Send) -> None:
         pieces = response_format.response(await running.finish(), running)
         body, complete = take(pieces)
-        headers = [(b"content-type", b"application/json"), *self._extra_headers]
+        headers = [(b"content-type", b"application/json"), *self._ignored.headers()]
         if complete:  # else it is sent as it is made
             headers.append((b"content-length", b"%d" % len(body)))
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -155,7 +163,8 @@ class GenerationResponse(Response):
                 await send(_part(block))
 
         updates = await running.take(silence)
-        await send({"type": "http.response.start", "status": 200, "headers": [*STREAM_HEADERS, *self._extra_headers]})
+        headers = [(b"content-type", response_format.media_type), *STREAM_HEADERS, *self._ignored.headers()]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
             await slices.send(chain(response_format.head(), _chunks(response_format, updates)), send_block)
             while not running.done:

@@ -6,7 +6,7 @@ from typing import Any
 import orjson
 
 from headrace_router.api.http.blocks import Added, Block, BlockReader, Closed, Opened
-from headrace_router.api.http.formats import dumps
+from headrace_router.api.http.formats import EVENTS, dumps
 from headrace_router.core.errors import ApiError
 from headrace_router.dispatch.choice import LENGTH, TOOL_CALLS, ChoiceUpdate
 from headrace_router.dispatch.running_request import RunningRequest
@@ -33,6 +33,7 @@ def messages_error(error: ApiError, request_id: str) -> dict[str, Any]:
 class MessagesFormat:
     """`message` and its stream."""
 
+    media_type = EVENTS
     keep_alive = b'event: ping\ndata: {"type": "ping"}\n\n'
 
     def __init__(self, body: ChatBody, running: RunningRequest, ident: str, _created: int) -> None:

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from headrace_router.access.auth import Authenticator, Tenant, is_local_authority
 from headrace_router.api.http.formats import dumps
 from headrace_router.api.http.messages_format import messages_error
+from headrace_router.api.http.ollama_format import ollama_error
 from headrace_router.api.services import request_id
 from headrace_router.core.errors import ApiError, AuthenticationError, HostError, InternalError
 from headrace_router.dispatch.router_metrics import RouterMetrics
@@ -23,6 +24,7 @@ PUBLIC_PATHS = frozenset(
 )
 METRICS = "/metrics"
 MESSAGES = "/v1/messages"
+OLLAMA = "/api/"
 EXPOSED_HEADERS = ("retry-after", "x-request-id", "x-headrace-ignored-fields")  # that pages may read, too
 
 log = structlog.get_logger("headrace.router.http")
@@ -144,7 +146,9 @@ def error_headers(error: ApiError) -> list[tuple[bytes, bytes]]:
 
 def error_body(error: ApiError, path: str, request_id: str) -> bytes:
     """The error object of the API that the path belongs to."""
-    return dumps(messages_error(error, request_id) if path.startswith(MESSAGES) else error.body())
+    if path.startswith(MESSAGES):
+        return dumps(messages_error(error, request_id))
+    return dumps(ollama_error(error) if path.startswith(OLLAMA) else error.body())
 
 
 def error_response(error: ApiError, path: str = "", request_id: str = "") -> Response:

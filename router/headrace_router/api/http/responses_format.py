@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from headrace_router.api.http.blocks import Added, Block, BlockReader, Closed, Opened
-from headrace_router.api.http.formats import dumps
+from headrace_router.api.http.formats import EVENTS, dumps
 from headrace_router.core.errors import ApiError
 from headrace_router.dispatch.choice import LENGTH, ChoiceUpdate
 from headrace_router.dispatch.running_request import RunningRequest
@@ -15,6 +15,7 @@ from headrace_router.validation.bodies import ChatBody
 class ResponsesFormat:
     """`response` and its stream."""
 
+    media_type = EVENTS
     keep_alive = b": keep-alive\n\n"
 
     def __init__(
