@@ -24,13 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eheadrace_proto/inference.proto\x12\x0bheadrace.v1\"\xc8\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12\x31\n\x10prompt_token_ids\x18\x03 \x01(\x0b\x32\x15.headrace.v1.TokenIdsH\x00\x12)\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x19.headrace.v1.ChatMessagesH\x00\x12-\n\x07options\x18\x05 \x01(\x0b\x32\x1c.headrace.v1.GenerateOptionsB\x07\n\x05input\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x88\x02\n\x0c\x43hatMessages\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.headrace.v1.ChatMessage\x12 \n\x05tools\x18\x02 \x03(\x0b\x32\x11.headrace.v1.Tool\x12\x13\n\x0btool_choice\x18\x03 \x01(\t\x12\x0c\n\x04tool\x18\x04 \x01(\t\x12 \n\x13parallel_tool_calls\x18\x05 \x01(\x08H\x00\x88\x01\x01\x12\x18\n\x10reasoning_effort\x18\x06 \x01(\t\x12\x1c\n\x14\x63hat_template_kwargs\x18\x07 \x01(\t\x12\x15\n\rallowed_tools\x18\x08 \x03(\tB\x16\n\x14_parallel_tool_calls\"\x88\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12)\n\ntool_calls\x18\x03 \x03(\x0b\x32\x15.headrace.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\x12\x19\n\x11reasoning_content\x18\x05 \x01(\t\"\x89\x01\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\t\x12\x0e\n\x06strict\x18\x04 \x01(\x08\x12\x0e\n\x06\x63ustom\x18\x05 \x01(\x08\x12*\n\x07grammar\x18\x06 \x01(\x0b\x32\x19.headrace.v1.InputGrammar\"2\n\x0cInputGrammar\x12\x0e\n\x06syntax\x18\x01 \x01(\t\x12\x12\n\ndefinition\x18\x02 \x01(\t\"G\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\x12\x0e\n\x06\x63ustom\x18\x04 \x01(\x08\"\xc4\x07\n\x0fGenerateOptions\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05top_k\x18\x05 \x01(\rH\x04\x88\x01\x01\x12\x12\n\x05min_p\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x08 \x01(\x01H\x07\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\t \x01(\x01H\x08\x88\x01\x01\x12\x11\n\x04seed\x18\n \x01(\x04H\t\x88\x01\x01\x12\x0c\n\x04stop\x18\x0b \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x12\n\nignore_eos\x18\r \x01(\x08\x12?\n\nlogit_bias\x18\x0e \x03(\x0b\x32+.headrace.v1.GenerateOptions.LogitBiasEntry\x12\x15\n\x08logprobs\x18\x0f \x01(\rH\n\x88\x01\x01\x12\x0e\n\x01n\x18\x10 \x01(\rH\x0b\x88\x01\x01\x12:\n\x12structured_outputs\x18\x11 \x01(\x0b\x32\x1e.headrace.v1.StructuredOutputs\x12\x1c\n\x0fprompt_logprobs\x18\x12 \x01(\rH\x0c\x88\x01\x01\x12\x11\n\tbad_words\x18\x13 \x03(\t\x12\x19\n\x11\x61llowed_token_ids\x18\x14 \x03(\r\x12 \n\x13skip_special_tokens\x18\x15 \x01(\x08H\r\x88\x01\x01\x12#\n\x16truncate_prompt_tokens\x18\x16 \x01(\x05H\x0e\x88\x01\x01\x12\x15\n\x08priority\x18\x17 \x01(\x05H\x0f\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\x0b\n\t_logprobsB\x04\n\x02_nB\x12\n\x10_prompt_logprobsB\x16\n\x14_skip_special_tokensB\x19\n\x17_truncate_prompt_tokensB\x0b\n\t_priority\"f\n\x11StructuredOutputs\x12\x0c\n\x04json\x18\x01 \x01(\t\x12\x13\n\x0bjson_object\x18\x02 \x01(\x08\x12\r\n\x05regex\x18\x03 \x01(\t\x12\x0e\n\x06\x63hoice\x18\x04 \x03(\t\x12\x0f\n\x07grammar\x18\x05 \x01(\t\"\x94\x02\n\rGenerateEvent\x12\x14\n\x0c\x63hoice_index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x10\n\x08logprobs\x18\x04 \x03(\x01\x12\x15\n\rfinish_reason\x18\x05 \x01(\t\x12!\n\x05usage\x18\x06 \x01(\x0b\x32\x12.headrace.v1.Usage\x12\x36\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\x1d.headrace.v1.TokenProbability\x12\x19\n\x11reasoning_content\x18\x08 \x01(\t\x12-\n\ntool_calls\x18\t \x03(\x0b\x32\x19.headrace.v1.ToolCallPart\"Z\n\x0cToolCallPart\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\x12\x0e\n\x06\x63ustom\x18\x05 \x01(\x08\"\\\n\x10TokenProbability\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\x12\x0f\n\x07top_ids\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x01\"j\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x18\n\x10reasoning_tokens\x18\x04 \x01(\r\"\x13\n\x11ListModelsRequest\"<\n\x12ListModelsResponse\x12&\n\x06models\x18\x01 \x03(\x0b\x32\x16.headrace.v1.ModelInfo\"o\n\tModelInfo\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07\x63reated\x18\x02 \x01(\x04\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12.\n\x08\x64\x65\x66\x61ults\x18\x04 \x01(\x0b\x32\x1c.headrace.v1.GenerateOptions2\xa2\x01\n\tInference\x12\x46\n\x08Generate\x12\x1c.headrace.v1.GenerateRequest\x1a\x1a.headrace.v1.GenerateEvent0\x01\x12M\n\nListModels\x12\x1e.headrace.v1.ListModelsRequest\x1a\x1f.headrace.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eheadrace_proto/inference.proto\x12\x0bheadrace.v1\"\xc8\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12\x31\n\x10prompt_token_ids\x18\x03 \x01(\x0b\x32\x15.headrace.v1.TokenIdsH\x00\x12)\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x19.headrace.v1.ChatMessagesH\x00\x12-\n\x07options\x18\x05 \x01(\x0b\x32\x1c.headrace.v1.GenerateOptionsB\x07\n\x05input\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xac\x05\n\x0c\x43hatMessages\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.headrace.v1.ChatMessage\x12 \n\x05tools\x18\x02 \x03(\x0b\x32\x11.headrace.v1.Tool\x12\x13\n\x0btool_choice\x18\x03 \x01(\t\x12\x0c\n\x04tool\x18\x04 \x01(\t\x12 \n\x13parallel_tool_calls\x18\x05 \x01(\x08H\x00\x88\x01\x01\x12\x18\n\x10reasoning_effort\x18\x06 \x01(\t\x12\x1c\n\x14\x63hat_template_kwargs\x18\x07 \x01(\t\x12\x15\n\rallowed_tools\x18\x08 \x03(\t\x12\x11\n\tdocuments\x18\t \x03(\t\x12\x1e\n\x11include_reasoning\x18\n \x01(\x08H\x01\x88\x01\x01\x12!\n\x14max_reasoning_tokens\x18\x0b \x01(\rH\x02\x88\x01\x01\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x0c \x01(\x08H\x03\x88\x01\x01\x12#\n\x16\x63ontinue_final_message\x18\r \x01(\x08H\x04\x88\x01\x01\x12\x39\n\x08metadata\x18\x0e \x03(\x0b\x32\'.headrace.v1.ChatMessages.MetadataEntry\x12\x19\n\x11safety_identifier\x18\x0f \x01(\t\x12\x18\n\x10prompt_cache_key\x18\x10 \x01(\t\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x16\n\x14_parallel_tool_callsB\x14\n\x12_include_reasoningB\x17\n\x15_max_reasoning_tokensB\x18\n\x16_add_generation_promptB\x19\n\x17_continue_final_message\"\x96\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12)\n\ntool_calls\x18\x03 \x03(\x0b\x32\x15.headrace.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\x12\x19\n\x11reasoning_content\x18\x05 \x01(\t\x12\x0c\n\x04name\x18\x06 \x01(\t\"\x89\x01\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\t\x12\x0e\n\x06strict\x18\x04 \x01(\x08\x12\x0e\n\x06\x63ustom\x18\x05 \x01(\x08\x12*\n\x07grammar\x18\x06 \x01(\x0b\x32\x19.headrace.v1.InputGrammar\"2\n\x0cInputGrammar\x12\x0e\n\x06syntax\x18\x01 \x01(\t\x12\x12\n\ndefinition\x18\x02 \x01(\t\"G\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\x12\x0e\n\x06\x63ustom\x18\x04 \x01(\x08\"\x82\x08\n\x0fGenerateOptions\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05top_k\x18\x05 \x01(\rH\x04\x88\x01\x01\x12\x12\n\x05min_p\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x08 \x01(\x01H\x07\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\t \x01(\x01H\x08\x88\x01\x01\x12\x11\n\x04seed\x18\n \x01(\x04H\t\x88\x01\x01\x12\x0c\n\x04stop\x18\x0b \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x12\n\nignore_eos\x18\r \x01(\x08\x12?\n\nlogit_bias\x18\x0e \x03(\x0b\x32+.headrace.v1.GenerateOptions.LogitBiasEntry\x12\x15\n\x08logprobs\x18\x0f \x01(\rH\n\x88\x01\x01\x12\x0e\n\x01n\x18\x10 \x01(\rH\x0b\x88\x01\x01\x12:\n\x12structured_outputs\x18\x11 \x01(\x0b\x32\x1e.headrace.v1.StructuredOutputs\x12\x1c\n\x0fprompt_logprobs\x18\x12 \x01(\rH\x0c\x88\x01\x01\x12\x11\n\tbad_words\x18\x13 \x03(\t\x12\x19\n\x11\x61llowed_token_ids\x18\x14 \x03(\r\x12 \n\x13skip_special_tokens\x18\x15 \x01(\x08H\r\x88\x01\x01\x12#\n\x16truncate_prompt_tokens\x18\x16 \x01(\x05H\x0e\x88\x01\x01\x12\x15\n\x08priority\x18\x17 \x01(\x05H\x0f\x88\x01\x01\x12\x0c\n\x04user\x18\x18 \x01(\t\x12\x12\n\nsession_id\x18\x19 \x01(\t\x12\x11\n\x04\x65\x63ho\x18\x1a \x01(\x08H\x10\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\x0b\n\t_logprobsB\x04\n\x02_nB\x12\n\x10_prompt_logprobsB\x16\n\x14_skip_special_tokensB\x19\n\x17_truncate_prompt_tokensB\x0b\n\t_priorityB\x07\n\x05_echo\"f\n\x11StructuredOutputs\x12\x0c\n\x04json\x18\x01 \x01(\t\x12\x13\n\x0bjson_object\x18\x02 \x01(\x08\x12\r\n\x05regex\x18\x03 \x01(\t\x12\x0e\n\x06\x63hoice\x18\x04 \x03(\t\x12\x0f\n\x07grammar\x18\x05 \x01(\t\"\xb3\x02\n\rGenerateEvent\x12\x14\n\x0c\x63hoice_index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12/\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1d.headrace.v1.TokenProbability\x12\x15\n\rfinish_reason\x18\x05 \x01(\t\x12!\n\x05usage\x18\x06 \x01(\x0b\x32\x12.headrace.v1.Usage\x12\x36\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\x1d.headrace.v1.TokenProbability\x12\x19\n\x11reasoning_content\x18\x08 \x01(\t\x12-\n\ntool_calls\x18\t \x03(\x0b\x32\x19.headrace.v1.ToolCallPart\"Z\n\x0cToolCallPart\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\x12\x0e\n\x06\x63ustom\x18\x05 \x01(\x08\"\\\n\x10TokenProbability\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\x12\x0f\n\x07top_ids\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x01\"j\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x18\n\x10reasoning_tokens\x18\x04 \x01(\r\"\x13\n\x11ListModelsRequest\"<\n\x12ListModelsResponse\x12&\n\x06models\x18\x01 \x03(\x0b\x32\x16.headrace.v1.ModelInfo\"o\n\tModelInfo\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07\x63reated\x18\x02 \x01(\x04\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12.\n\x08\x64\x65\x66\x61ults\x18\x04 \x01(\x0b\x32\x1c.headrace.v1.GenerateOptions2\xa2\x01\n\tInference\x12\x46\n\x08Generate\x12\x1c.headrace.v1.GenerateRequest\x1a\x1a.headrace.v1.GenerateEvent0\x01\x12M\n\nListModels\x12\x1e.headrace.v1.ListModelsRequest\x1a\x1f.headrace.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'headrace_proto.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_CHATMESSAGES_METADATAENTRY']._loaded_options = None
+  _globals['_CHATMESSAGES_METADATAENTRY']._serialized_options = b'8\001'
   _globals['_GENERATEOPTIONS_LOGITBIASENTRY']._loaded_options = None
   _globals['_GENERATEOPTIONS_LOGITBIASENTRY']._serialized_options = b'8\001'
   _globals['_GENERATEREQUEST']._serialized_start=48
@@ -38,35 +40,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENIDS']._serialized_start=250
   _globals['_TOKENIDS']._serialized_end=273
   _globals['_CHATMESSAGES']._serialized_start=276
-  _globals['_CHATMESSAGES']._serialized_end=540
-  _globals['_CHATMESSAGE']._serialized_start=543
-  _globals['_CHATMESSAGE']._serialized_end=679
-  _globals['_TOOL']._serialized_start=682
-  _globals['_TOOL']._serialized_end=819
-  _globals['_INPUTGRAMMAR']._serialized_start=821
-  _globals['_INPUTGRAMMAR']._serialized_end=871
-  _globals['_TOOLCALL']._serialized_start=873
-  _globals['_TOOLCALL']._serialized_end=944
-  _globals['_GENERATEOPTIONS']._serialized_start=947
-  _globals['_GENERATEOPTIONS']._serialized_end=1911
-  _globals['_GENERATEOPTIONS_LOGITBIASENTRY']._serialized_start=1609
-  _globals['_GENERATEOPTIONS_LOGITBIASENTRY']._serialized_end=1657
-  _globals['_STRUCTUREDOUTPUTS']._serialized_start=1913
-  _globals['_STRUCTUREDOUTPUTS']._serialized_end=2015
-  _globals['_GENERATEEVENT']._serialized_start=2018
-  _globals['_GENERATEEVENT']._serialized_end=2294
-  _globals['_TOOLCALLPART']._serialized_start=2296
-  _globals['_TOOLCALLPART']._serialized_end=2386
-  _globals['_TOKENPROBABILITY']._serialized_start=2388
-  _globals['_TOKENPROBABILITY']._serialized_end=2480
-  _globals['_USAGE']._serialized_start=2482
-  _globals['_USAGE']._serialized_end=2588
-  _globals['_LISTMODELSREQUEST']._serialized_start=2590
-  _globals['_LISTMODELSREQUEST']._serialized_end=2609
-  _globals['_LISTMODELSRESPONSE']._serialized_start=2611
-  _globals['_LISTMODELSRESPONSE']._serialized_end=2671
-  _globals['_MODELINFO']._serialized_start=2673
-  _globals['_MODELINFO']._serialized_end=2784
-  _globals['_INFERENCE']._serialized_start=2787
-  _globals['_INFERENCE']._serialized_end=2949
+  _globals['_CHATMESSAGES']._serialized_end=960
+  _globals['_CHATMESSAGES_METADATAENTRY']._serialized_start=789
+  _globals['_CHATMESSAGES_METADATAENTRY']._serialized_end=836
+  _globals['_CHATMESSAGE']._serialized_start=963
+  _globals['_CHATMESSAGE']._serialized_end=1113
+  _globals['_TOOL']._serialized_start=1116
+  _globals['_TOOL']._serialized_end=1253
+  _globals['_INPUTGRAMMAR']._serialized_start=1255
+  _globals['_INPUTGRAMMAR']._serialized_end=1305
+  _globals['_TOOLCALL']._serialized_start=1307
+  _globals['_TOOLCALL']._serialized_end=1378
+  _globals['_GENERATEOPTIONS']._serialized_start=1381
+  _globals['_GENERATEOPTIONS']._serialized_end=2407
+  _globals['_GENERATEOPTIONS_LOGITBIASENTRY']._serialized_start=2096
+  _globals['_GENERATEOPTIONS_LOGITBIASENTRY']._serialized_end=2144
+  _globals['_STRUCTUREDOUTPUTS']._serialized_start=2409
+  _globals['_STRUCTUREDOUTPUTS']._serialized_end=2511
+  _globals['_GENERATEEVENT']._serialized_start=2514
+  _globals['_GENERATEEVENT']._serialized_end=2821
+  _globals['_TOOLCALLPART']._serialized_start=2823
+  _globals['_TOOLCALLPART']._serialized_end=2913
+  _globals['_TOKENPROBABILITY']._serialized_start=2915
+  _globals['_TOKENPROBABILITY']._serialized_end=3007
+  _globals['_USAGE']._serialized_start=3009
+  _globals['_USAGE']._serialized_end=3115
+  _globals['_LISTMODELSREQUEST']._serialized_start=3117
+  _globals['_LISTMODELSREQUEST']._serialized_end=3136
+  _globals['_LISTMODELSRESPONSE']._serialized_start=3138
+  _globals['_LISTMODELSRESPONSE']._serialized_end=3198
+  _globals['_MODELINFO']._serialized_start=3200
+  _globals['_MODELINFO']._serialized_end=3311
+  _globals['_INFERENCE']._serialized_start=3314
+  _globals['_INFERENCE']._serialized_end=3476
 # @@protoc_insertion_point(module_scope)

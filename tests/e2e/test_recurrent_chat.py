@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
+from tokenizers import AddedToken, Tokenizer
 
 from support.e2e.headrace_process import Serve, headrace
 from support.ranks.families import tiny_options
@@ -27,6 +28,30 @@ def folder(tmp_path: Path) -> Path:
     folder = save_random(options, tmp_path / "model")
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
+
+
+def test_reasoning_ends_after_the_tokens_that_it_may_have(tmp_path: Path, start: Callable[..., Serve]) -> None:
+    """A random model would not end it. Its <think> and </think> are tokens that are not special, as Qwen3's."""
+    folder = save_random(tiny_options("qwen3"), tmp_path / "model")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_tokens([AddedToken("<think>"), AddedToken("</think>")])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE + "{% if add_generation_prompt %}<think>{% endif %}")
+    serve = start(
+        str(folder), "--served-model-name", "qwen", "--cpu-threads", "1", "--dtype", "float32", "--kv-cache-memory",
+        "16MiB",
+    ).await_ready()  # fmt: skip
+    asked: dict[str, Any] = {"model": "qwen", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 20}
+    with httpx.Client(base_url=serve.url, timeout=60, trust_env=False) as client:
+        for most in (0, 1, 7):
+            body = {**asked, "max_reasoning_tokens": most, "seed": 1, "min_tokens": 15}
+            answer = client.post("/v1/chat/completions", json=body).raise_for_status().json()
+            assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == most
+            assert answer["choices"][0]["message"]["content"], answer
+        thinking = {"type": "enabled", "budget_tokens": 3}
+        message = client.post("/v1/messages", json={**asked, "thinking": thinking}).raise_for_status()
+        assert message.json()["content"][0]["type"] == "thinking" and message.json()["usage"]["output_tokens"] > 4
+        assert "x-headrace-ignored-fields" not in message.headers
 
 
 def test_each_turn_starts_from_the_snapshot_of_the_one_before(folder: Path, start: Callable[..., Serve]) -> None:

@@ -14,6 +14,9 @@ from headrace_proto.inference_pb2 import (
     TokenIds,
 )
 from headrace_proto.inference_pb2_grpc import InferenceStub
+from headrace_router.validation.bodies import ChatBody, CompletionBody
+from headrace_router.validation.bodies import ChatMessage as ChatRecord
+from support.router.fake_replica import TOOL_TEMPLATE
 
 
 def _generate(harness: Any, request: GenerateRequest, cancel_after: int | None = None) -> list[Any]:
@@ -54,6 +57,70 @@ def test_options_and_several_choices(shared: Any) -> None:
         own = [event for event in events if event.choice_index == index]
         assert sum(len(event.token_ids) for event in own) == sum(len(event.logprobs) for event in own) == 5
         assert own[-1].finish_reason == "length"
+
+
+# What HTTP's fields without one of the same name are over gRPC.
+ELSEWHERE = {
+    "max_completion_tokens": "max_tokens",
+    "top_logprobs": "logprobs",
+    "prompt": "prompt",
+    "messages": "messages",
+    **{name: "structured_outputs" for name in ("response_format", *(f"guided_{kind}" for kind in ("json", "regex")))},
+    **{name: "structured_outputs" for name in ("guided_choice", "guided_grammar")},
+    "best_of": "n",  # it may only equal n
+}
+ALWAYS = {"stream", "stream_options", "return_token_ids"}
+
+
+def test_each_field_of_http_is_there() -> None:
+    messages = (GenerateRequest, ChatMessages, GenerateOptions)
+    known = {name for message in messages for name in message.DESCRIPTOR.fields_by_name}
+    for body in (ChatBody, CompletionBody):
+        missing = {name for name in body.model_fields if name not in ALWAYS and ELSEWHERE.get(name, name) not in known}
+        assert not missing, missing
+    assert {*ChatRecord.model_fields} - {"reasoning"} <= {*ChatMessage.DESCRIPTOR.fields_by_name}
+
+
+def test_fields_that_only_chats_have(harness: Any, make_replica: Any) -> None:
+    template = TOOL_TEMPLATE + "{{ documents | tojson }}{% for message in messages %}{{ message.name }}{% endfor %}"
+    replica = make_replica(reply="<think>hm</think>yes", chat_template=template)
+    harness.start([replica], policy="session")
+    chat = ChatMessages(
+        messages=[ChatMessage(role="user", content="hi", name="ann")],
+        documents=['{"text": "a fact"}'],
+        include_reasoning=False,
+        max_reasoning_tokens=9,
+        add_generation_prompt=False,
+        metadata={"a": "b"},
+        safety_identifier="me",
+        prompt_cache_key="mine",
+    )
+    options = GenerateOptions(user="me", session_id="other")
+    events = _generate(harness, GenerateRequest(model="tiny", chat=chat, options=options))
+    assert "".join(event.text for event in events) == "yes"
+    assert not any(event.reasoning_content for event in events), "it is left out"
+    prompt = replica.tokenizer.decode(replica.submits[-1].prompt_token_ids, skip_special_tokens=False)
+    assert '[{"text": "a fact"}]' in prompt and prompt.endswith("ann") and "assistant" not in prompt
+    chat = ChatMessages(messages=[ChatMessage(role="assistant", content="The sky is")], continue_final_message=True)
+    _generate(harness, GenerateRequest(model="tiny", chat=chat))
+    prompt = replica.tokenizer.decode(replica.submits[-1].prompt_token_ids, skip_special_tokens=False)
+    assert prompt.endswith("The sky is")
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        _generate(harness, GenerateRequest(model="tiny", chat=ChatMessages(messages=CHAT.messages, documents=["x"])))
+    assert "'documents' is no JSON object" in (error.value.details() or "")
+
+
+def test_an_echo_and_alternatives(shared: Any, expected_reply: str) -> None:
+    options = GenerateOptions(echo=True, max_tokens=200, n=2)
+    events = _generate(shared, GenerateRequest(model="tiny", prompt="Say: ", options=options))
+    for index in (0, 1):
+        text = "".join(event.text for event in events if event.choice_index == index)
+        assert text == f"Say: {expected_reply}"
+    options = GenerateOptions(logprobs=2, max_tokens=3)
+    events = _generate(shared, GenerateRequest(model="tiny", prompt="x", options=options))
+    entries = [entry for event in events for entry in event.logprobs]
+    assert [entry.token_id for entry in entries] == [token for event in events for token in event.token_ids]
+    assert all(len(entry.top_ids) == len(entry.top_logprobs) for entry in entries) and entries[0].logprob <= 0
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def test_a_prompt_with_and_without_the_template(harness: Any, make_replica: Any)
     whole = client.generate("tiny", "Count.", system="Be brief.", options={"num_predict": 2})
     assert whole.done_reason == "length" and "system\nBe brief." in _prompt(replica)
     parts = [*client.generate("tiny", "Count.", raw=True, stream=True)]
-    assert _prompt(replica) == "Count." and "".join(part.response for part in parts) == "one two three"
+    assert _prompt(replica) == "Count." and "".join(part.response or "" for part in parts) == "one two three"
     assert parts[-1].done and parts[-1].done_reason == "stop"
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}}
     client.generate("tiny", "Count.", format=schema)

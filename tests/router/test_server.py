@@ -168,6 +168,39 @@ def test_an_answer_names_the_model_as_its_request_does(
         assert set(re.findall(r'model_name="(.*?)"', client.get("/metrics").text)) == {"tiny"}
 
 
+def test_patterns_are_names_of_models(harness: Any, make_replica: Any, eventually: Any) -> None:
+    """An exact name comes before a pattern, and the longest pattern before others; patterns are not listed."""
+    replica = make_replica()
+    harness.start([replica])
+    member = Member(identity=replica.facts().identity, address=replica.address, state=REPLICA_STATE_READY)
+    models = [
+        ModelEntry(name="tiny", aliases=["claude-*", "claude-*-mini"]),
+        ModelEntry(name="other", aliases=["*", "claude-opus"]),
+    ]
+
+    async def update() -> None:
+        harness.router.services.fleet.update(MemberList(members=[member], models=models))
+
+    harness.call(update())
+    names = {
+        "claude-sonnet-9": "tiny",
+        "claude-opus": "other",
+        "gpt": "other",
+        "tiny": "tiny",
+        "tiny:latest": "other",
+        "claude-": "tiny",
+        "claude": "other",
+    }
+    assert {name: harness.router.services.fleet.model(name).name for name in names} == names
+    with harness.client() as client:
+        eventually(lambda: client.get("/health/ready").status_code == 200)
+        assert client.post("/v1/completions", json={**BODY, "model": "claude-haiku"}).json()["model"] == "claude-haiku"
+        listed = [entry["id"] for entry in client.get("/v1/models").json()["data"]]
+        assert listed == ["other", "claude-opus", "tiny"]
+        assert client.get("/v1/models/claude-haiku").json()["root"] == "tiny"
+        assert client.get("/health/ready", params={"model": "claude-haiku"}).status_code == 200
+
+
 def _metric(text: str, name: str) -> dict[str, float]:
     """Samples of a metric, by their labels as written."""
     lines = [line for line in text.split("\n") if line.startswith(name + "{") or line.startswith(name + " ")]

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any, Generic, Protocol, TypeAlias
 
 from headrace_proto.control_pb2 import HeardReplica, Member, MemberList, ModelEntry, RouterReport
@@ -115,6 +114,20 @@ class Link(Protocol[C]):
 
         Called several times a second while there was no step for CHECKED_SECONDS.
         """
+
+
+def _fits(name: str, pattern: str) -> bool:
+    """Whether the name is the pattern with some text for each `*`."""
+    first, *inner, last = pattern.split(ANY)
+    place, end = len(first), len(name) - len(last)
+    if place > end or not (name.startswith(first) and name.endswith(last)):
+        return False
+    for part in inner:
+        found = name.find(part, place, end)
+        if found < 0:
+            return False
+        place = found + len(part)
+    return True
 
 
 class Fleet(Generic[C]):
@@ -301,10 +314,7 @@ class Fleet(Generic[C]):
         if exact is not None:
             return exact
         fitting = [
-            (len(alias), model)
-            for model in models
-            for alias in model.aliases
-            if ANY in alias and fnmatchcase(name, alias)
+            (len(alias), model) for model in models for alias in model.aliases if ANY in alias and _fits(name, alias)
         ]
         return max(fitting, key=lambda pair: pair[0])[1] if fitting else None
 

@@ -47,7 +47,7 @@ from headrace_router.core.limits import Limits
 from headrace_router.dispatch.choice import ChoiceUpdate, ParsedParts
 from headrace_router.dispatch.prepare import count_choices
 from headrace_router.validation.bodies import ChatBody, CompletionBody
-from headrace_router.validation.body_errors import parse_body
+from headrace_router.validation.body_errors import IgnoredFields, parse_body
 
 REQUEST_ID = "x-request-id"
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
@@ -112,10 +112,13 @@ class InferenceService:
             session = session_of(context.invocation_metadata(), self._services.config)
             data = await read_request(requests, limits.body_seconds)
             body = await self._parse(data, tenant)
-            async with contextlib.aclosing(self._generate(body, tenant, session, label)) as events:
+            ignored = IgnoredFields()
+            async with contextlib.aclosing(self._generate(body, tenant, session, label, ignored)) as events:
                 async for event in events:
                     async with asyncio.timeout(limits.write_seconds):
                         await context.write(event)
+            named = [(key.decode(), value.decode()) for key, value in ignored.headers()]
+            context.set_trailing_metadata(((REQUEST_ID, label), *named))
             disconnected = False
         except TimeoutError:  # the client does not read
             raise asyncio.CancelledError from None
@@ -149,27 +152,38 @@ class InferenceService:
         return parse() if len(data) <= SMALL_BYTES else await self._services.pool.run(parse, tenant.name, len(data))
 
     async def _generate(
-        self, body: ChatBody | CompletionBody, tenant: Tenant, session: str, label: str
+        self, body: ChatBody | CompletionBody, tenant: Tenant, session: str, label: str, ignored: IgnoredFields
     ) -> AsyncGenerator[GenerateEvent, None]:
         with self._services.account(label, label, time.monotonic()) as account:
-            async with contextlib.aclosing(self._answer(body, tenant, session, account)) as events:
+            async with contextlib.aclosing(self._answer(body, tenant, session, account, ignored)) as events:
                 async for event in events:
                     yield event
 
     async def _answer(
-        self, body: ChatBody | CompletionBody, tenant: Tenant, session: str, account: TimeAccount
+        self,
+        body: ChatBody | CompletionBody,
+        tenant: Tenant,
+        session: str,
+        account: TimeAccount,
+        ignored: IgnoredFields,
     ) -> AsyncGenerator[GenerateEvent, None]:
         services = self._services
         async with services.admission.admit(tenant, count_choices(body), body.priority or 0):
             account.enter(Cause.TOKENIZER, time.monotonic())
             request = await services.preparer.prepare(body, tenant, account.request_id, session)
+            for field in request.ignored:
+                ignored.add(field)
             async with services.run_request(request, account) as running:
                 waiting: GenerateEvent | None = None
+                echoes = dict(enumerate(request.echoes))  # the first event of a choice has it
                 while not running.done:
                     for update in await running.take():
                         if waiting is not None:
                             yield waiting
                         waiting = _event(update, request.choices[update.index].prompt_token_ids)
+                        waiting.text = echoes.pop(update.index, "") + waiting.text
+                        if isinstance(body, ChatBody) and body.include_reasoning is False:
+                            waiting.ClearField("reasoning_content")
                 last = waiting or GenerateEvent()
                 last.usage.CopyFrom(
                     Usage(
@@ -221,16 +235,29 @@ def _body(data: bytes, limits: Limits) -> ChatBody | CompletionBody:
     return parse_body(CompletionBody, fields, limits)
 
 
+_OPTIONAL = (
+    "parallel_tool_calls",
+    "include_reasoning",
+    "max_reasoning_tokens",
+    "add_generation_prompt",
+    "continue_final_message",
+)
+
+
 def _chat_fields(chat: ChatMessages) -> dict[str, Any]:
     """As in a JSON body; what is empty is left out."""
     fields: dict[str, Any] = {"messages": [_message(entry) for entry in chat.messages]}
     if chat.tools:
         fields["tools"] = [_custom_tool(tool) if tool.custom else _function_tool(tool) for tool in chat.tools]
     fields["tool_choice"] = _tool_choice(chat)
-    if chat.HasField("parallel_tool_calls"):
-        fields["parallel_tool_calls"] = chat.parallel_tool_calls
-    fields["reasoning_effort"] = chat.reasoning_effort or None
+    for name in _OPTIONAL:
+        if chat.HasField(name):
+            fields[name] = getattr(chat, name)
+    for name in ("reasoning_effort", "safety_identifier", "prompt_cache_key"):
+        fields[name] = getattr(chat, name) or None
     fields["chat_template_kwargs"] = _object(chat.chat_template_kwargs, "chat_template_kwargs")
+    fields["documents"] = [_object(text, "documents") or {} for text in chat.documents] or None
+    fields["metadata"] = dict(chat.metadata) or None
     return fields
 
 
@@ -282,6 +309,7 @@ def _message(entry: ChatMessage) -> dict[str, Any]:
     if entry.tool_calls:
         message["tool_calls"] = [_call(call) for call in entry.tool_calls]
     return message | {
+        "name": entry.name or None,
         "tool_call_id": entry.tool_call_id or None,
         "reasoning_content": entry.reasoning_content or None,
     }
@@ -328,7 +356,7 @@ def _event(update: ChoiceUpdate, prompt: Sequence[int]) -> GenerateEvent:
         choice_index=update.index,
         text=update.text,
         token_ids=update.token_ids,
-        logprobs=[entry.logprob for entry in update.logprobs],
+        logprobs=[_probability(*pair) for pair in zip(update.token_ids, update.logprobs, strict=False)],
         finish_reason=update.finish_reason or "",
         reasoning_content="".join(parsed.reasoning),
         tool_calls=[
