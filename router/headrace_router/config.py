@@ -111,6 +111,14 @@ class RouterSettings(BaseModel):
         description="the field of a chat's answer that has the model's reasoning",
         json_schema_extra=flag("--reasoning-field"),
     )
+    volatile_blocks: Literal["strip", "keep"] = Field(
+        default="strip",
+        description="what agents put at the start of a system prompt that changes with each request, as Claude Code's "
+        "billing header does: all that follows would be computed again",
+        json_schema_extra=flag(
+            "--volatile-blocks", help="text at the start of system prompts that changes with each request"
+        ),
+    )
     allowed_origins: Annotated[
         tuple[str, ...], BeforeValidator(_origins, json_schema_input_type=tuple[str, ...] | str)
     ] = Field(

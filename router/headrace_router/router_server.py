@@ -88,7 +88,9 @@ class RouterServer:
             admission=Admission(config.limits, metrics),
             pool=pool,
             placement=placement,
-            preparer=Preparer(fleet, placement.schemes, config.limits, pool),
+            preparer=Preparer(
+                fleet, placement.schemes, config.limits, pool, strips_volatile=config.volatile_blocks == "strip"
+            ),
             bodies=BodyReader(config.limits, pool),
             slices=WorkSlices(),
             turns=Turns(),

@@ -14,7 +14,9 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from headrace_router.answer.parser import syntax_of
 from headrace_router.text.chat_template import ChatTemplate, ChatTemplateError
+from headrace_router.text.model_card import with_known_roles
 from headrace_router.text.text_encoder import CLIENT, RenderedChat, UnmarkedChatError
+from headrace_router.text.turn_check import parting, turn_problem
 
 PACKAGE = "llama-cpp-python==0.3.36"  # its source distribution contains llama.cpp's collection
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
@@ -173,3 +175,43 @@ def test_which_rows_the_templates_choose(templates: dict[str, str]) -> None:
         names = (found.tools.names[0] if found.tools else "", found.reasoning.names[0] if found.reasoning else "")
         assert names == rows, name
         assert template.takes_several_calls is (name not in single), name
+
+
+def test_each_turn_of_a_loop_with_tools_extends_the_last_one_or_the_template_is_named(
+    templates: dict[str, str],
+) -> None:
+    """Twenty turns, whose answers have reasoning where the model's family has it."""
+    parts, named = 0, []
+    families: set[str] = set()
+    for name, source in templates.items():
+        template = ChatTemplate(source, SPECIAL)
+        syntax = syntax_of(source, "", "", {}, (), knows_tools=template.knows_tools)
+
+        def render(messages: Any, options: Any, template: ChatTemplate = template) -> str:
+            return template.render(with_known_roles(messages, template), datetime.now(), options)
+
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "Weather?"}]
+        for turn in range(20):
+            call = {**CALL, "id": f"call0{turn:04}"}
+            thought = {"reasoning_content": f"Thought {turn}."} if syntax.reasoning is not None else {}
+            messages.append({"role": "assistant", "content": "Looking." * (turn % 2), "tool_calls": [call], **thought})
+            messages.append({"role": "tool", "tool_call_id": call["id"], "name": "get_weather", "content": "sunny"})
+        try:
+            parted = [parting(render, messages, turn, {"tools": TOOLS}) for turn in range(1, 41, 2)]
+        except ChatTemplateError:
+            continue  # it takes no such messages
+        problem = turn_problem(
+            render,
+            lambda text: list(text.encode()),
+            chr,
+            tools=syntax.tools is not None or template.knows_tools,
+            reasons=syntax.reasoning is not None,
+        )
+        families.add(syntax.tools.names[0] if syntax.tools is not None else "")
+        if any(parted):
+            parts += 1
+            assert "once a tool has answered" in problem, name
+        elif problem:
+            named.append(name)
+            assert "once the user has answered" in problem, name
+    assert len(families) > 10 and 10 < parts < 20 and len(named) > 8, (families, parts, named)

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from headrace_proto.replica_pb2 import (
     FINISH_CANCELLED,
@@ -21,6 +22,7 @@ from headrace_router.core.errors import ApiError, ConstraintError, DeadlineError
 from headrace_router.core.policy.interface import ChoiceRequest
 from headrace_router.text.detokenize import StopMatcher
 from headrace_router.text.model_card import ModelCard
+from headrace_router.validation.tool_use import template_arguments
 
 STOP = "stop"
 LENGTH = "length"
@@ -91,6 +93,28 @@ class ChoiceUpdate:
             self.prompt_logprobs = later.prompt_logprobs
         self.finish_reason = later.finish_reason
         self.stop_string = later.stop_string
+
+
+class GivenAnswer:
+    """Collects what a client is given of an answer, as the template gets it with the next turn."""
+
+    def __init__(self) -> None:
+        self._pieces: list[str] = []
+        self._calls: dict[int, tuple[CallPart, list[str]]] = {}  # the first part, and all arguments
+
+    def add(self, update: ChoiceUpdate) -> None:
+        self._pieces += update.pieces
+        for index, part in (update.parsed.calls if update.parsed is not None else {}).items():
+            self._calls.setdefault(index, (part, []))[1].append(part.arguments)
+
+    def message(self) -> dict[str, Any]:
+        """The assistant's message, without its reasoning."""
+        calls = [
+            {"name": part.name, "arguments": template_arguments("".join(arguments), custom=part.custom)}
+            for part, arguments in self._calls.values()
+        ]
+        text = "".join(self._pieces)
+        return {"role": "assistant", "content": text, "tool_calls": [{"function": call} for call in calls]}
 
 
 def is_first(choice: ChoiceRequest) -> bool:

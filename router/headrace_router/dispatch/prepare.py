@@ -18,12 +18,13 @@ from headrace_router.core.replica_blocks import HashScheme, PromptBlocks
 from headrace_router.core.sampling_options import API_DEFAULTS
 from headrace_router.dispatch.answer_grammar import AnswerGrammars
 from headrace_router.dispatch.choice import is_first
-from headrace_router.text.model_card import ModelCard
+from headrace_router.text.answer_memory import AnswerMemory, message_keys, root_key
+from headrace_router.text.model_card import EncodedChat, ModelCard
 from headrace_router.text.text_encoder import names, strings
 from headrace_router.text.tokenizer_pool import TokenizerPool
 from headrace_router.validation.bodies import ChatBody, CompletionBody, RequestOptions
 from headrace_router.validation.token_bodies import DetokenizeBody, TokenizeBody
-from headrace_router.validation.tool_use import ToolUse, grammar_of, template_message, tools_of
+from headrace_router.validation.tool_use import ToolUse, grammar_of, template_message, tools_of, without_volatile
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions, unless the model has one
 UINT64 = 1 << 64
@@ -66,6 +67,7 @@ class GenerationRequest:
     calls_before: int = 0  # calls of tools in the chat: some models count them
     special: bool = False  # special tokens stay in the text
     ignored: tuple[str, ...] = ()  # fields that change nothing for this model
+    remember: Callable[[Mapping[str, Any], Sequence[int]], None] | None = None  # an answer, and all of its tokens
 
     @property
     def prompt_tokens(self) -> int:
@@ -82,13 +84,17 @@ class Preparer:
         schemes: Callable[[str, str], set[HashScheme]],
         limits: Limits,
         pool: TokenizerPool,
+        *,
+        strips_volatile: bool = True,
     ) -> None:
-        """schemes: how the blocks of a model and revision are hashed."""
+        """schemes: how the blocks of a model and revision are hashed. strips_volatile: see `without_volatile`."""
         self._fleet = fleet
         self._schemes = schemes
         self._limits = limits
         self._pool = pool
+        self._strips_volatile = strips_volatile
         self._grammars = AnswerGrammars(limits, pool)
+        self._answers = AnswerMemory()
 
     async def prepare(
         self, body: ChatBody | CompletionBody, tenant: Tenant, label: str, session: str = "", *, whole: bool = False
@@ -116,11 +122,13 @@ class Preparer:
         asked = body.max_completion_tokens or body.max_tokens
         kept = self._kept(body, card, asked, None)
 
-        def encode() -> tuple[HashedPrompt, bool]:
-            token_ids, thinking = card.chat(messages, options)
-            return hasher.prompt(token_ids[kept]), thinking
+        def encode() -> tuple[HashedPrompt, EncodedChat]:
+            keys = message_keys(root_key(tenant.salt, card.model, card.revision, options.get("tools")), messages)
+            encoded = card.chat(messages, options, self._answers, keys)
+            return hasher.prompt(encoded.token_ids[kept]), encoded
 
-        prompt, thinking = await self._pool.run(encode, tenant.name, chars)
+        prompt, encoded = await self._pool.run(encode, tenant.name, chars)
+        thinking = encoded.thinking
         lengths = self._lengths(body, card, [prompt], sampling, asked, None)
         form = card.form(options)
         limit: int | None = body.max_reasoning_tokens
@@ -153,6 +161,7 @@ class Preparer:
             calls_before=sum(len(message.tool_calls or ()) for message in body.messages),
             special=special,
             ignored=ignored,
+            remember=functools.partial(self._answers.add, encoded.place) if encoded.place is not None else None,
         )
 
     async def tokenize(self, body: ChatBody | TokenizeBody, tenant: Tenant) -> tuple[ModelCard, list[int]]:
@@ -165,8 +174,8 @@ class Preparer:
             return card, await self._pool.run(encode, tenant.name, len(body.prompt))
         messages, options, chars = self._for_template(body, tools_of(body))
         card = self._fleet.card(body.model)
-        token_ids, _ = await self._pool.run(lambda: card.chat(messages, options), tenant.name, chars)
-        return card, token_ids
+        encoded = await self._pool.run(lambda: card.chat(messages, options), tenant.name, chars)
+        return card, encoded.token_ids
 
     async def detokenize(self, body: DetokenizeBody, tenant: Tenant) -> str:
         """The text of tokens, special ones included. Raises ApiError."""
@@ -177,6 +186,8 @@ class Preparer:
     def _for_template(self, body: ChatBody, used: ToolUse | None) -> tuple[list[dict[str, Any]], dict[str, Any], int]:
         """The messages and variables that a template gets, and how many characters of the client they have."""
         messages = [template_message(message) for message in body.messages]
+        if self._strips_volatile:
+            messages = without_volatile(messages)
         options = _template_options(body)
         if used is not None:
             options["tools"] = used.listed

@@ -18,7 +18,7 @@ from headrace_router.core.errors import ApiError, InternalError
 from headrace_router.core.placement import Placed, Placement
 from headrace_router.core.replica_state import ReplicaState
 from headrace_router.core.retry import RetryState
-from headrace_router.dispatch.choice import Choice, ChoiceUpdate, is_first
+from headrace_router.dispatch.choice import Choice, ChoiceUpdate, GivenAnswer, is_first
 from headrace_router.dispatch.prepare import GenerationRequest
 from headrace_router.dispatch.router_metrics import ChoiceMetrics, RouterMetrics
 from headrace_router.text.model_card import ModelCard
@@ -281,6 +281,8 @@ class _ClientQueue:
     def __init__(self, running: RunningRequest, choice: Choice) -> None:
         self._running = running
         self._choice = choice
+        self._given = GivenAnswer() if running.request.remember is not None else None
+        self._stopped = False  # by a stop string: the client was given less than the tokens say
 
     def placed(self, placed: Placed[ModelCard]) -> None:
         """Nothing is visible to the client."""
@@ -295,6 +297,9 @@ class _ClientQueue:
             choice.prompt_logprobs = list(attempt.prompt_logprobs)
         update = choice.consume(token_ids, logprobs, finish, error)
         if update is not None:
+            if self._given is not None:
+                self._given.add(update)
+                self._stopped |= update.stop_string is not None
             self._running.add_update(update)
 
     def left(self, replica_id: str, outcome: Outcome, begun: bool) -> None:
@@ -303,6 +308,9 @@ class _ClientQueue:
             log.info("stream moves", request=request.label, choice=request.index, lost=replica_id)
 
     def ended(self, attempt: Attempt | None, failure: Exception | None) -> None:
+        remember = self._running.request.remember
+        if remember is not None and self._given is not None and failure is None and not self._stopped:
+            remember(self._given.message(), self._choice.output_token_ids)
         self._running.choice_ended(failure)
 
 

@@ -4,12 +4,15 @@ import asyncio
 import hashlib
 from weakref import WeakValueDictionary
 
+import structlog
 from blake3 import blake3
 
 from headrace_proto.replica_pb2 import ModelFacts
 from headrace_router.text.model_card import LoadedTokenizer, ModelCard, ModelFactsError
 
 MAX_TOKENIZERS = 8
+
+log = structlog.get_logger("headrace.router.models")
 
 
 class CardCache:
@@ -39,7 +42,7 @@ class CardCache:
         async with self._locks.setdefault(key, asyncio.Lock()):  # a template that compiles slowly delays its model only
             if key not in self._cards:
                 loaded = await self._loaded(facts.tokenizer_digest)
-                card = await asyncio.to_thread(ModelCard, facts, loaded)
+                card = await asyncio.to_thread(_checked, facts, loaded)
                 if len(self._cards) >= MAX_TOKENIZERS:
                     self._cards.pop(next(iter(self._cards)))
                 self._cards[key] = card
@@ -73,6 +76,13 @@ def _shared_part(facts: ModelFacts) -> bytes:
     shared.ClearField("cache_key")
     shared.identity.model, shared.identity.revision = model, revision
     return shared.SerializeToString(deterministic=True)
+
+
+def _checked(facts: ModelFacts, loaded: LoadedTokenizer) -> ModelCard:
+    card = ModelCard(facts, loaded)
+    if card.turn_problem:
+        log.warning("turns part", model=card.model, reason=card.turn_problem)
+    return card
 
 
 def _load(tokenizer_json: bytes, digest: bytes) -> LoadedTokenizer:

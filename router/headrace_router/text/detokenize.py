@@ -146,6 +146,7 @@ class TokenTable:
         self._special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         self._text_bytes: dict[int, bytes] = {}
         self.token_json = lru_cache(KNOWN_TOKENS)(self._token_json)
+        self.token_bytes = lru_cache(KNOWN_TOKENS)(self._token_bytes)
 
     def text_bytes(self, token_id: int) -> bytes:
         """Bytes of a token inside a text; empty for special tokens. Exact for byte-level tokenizers only."""
@@ -155,7 +156,7 @@ class TokenTable:
             self._text_bytes[token_id] = known
         return known
 
-    def token_bytes(self, token_id: int) -> bytes:
+    def _token_bytes(self, token_id: int) -> bytes:
         """Bytes of a token by itself, special ones included: what logprobs list."""
         piece = self._tokenizer.id_to_token(token_id)
         if piece is None:

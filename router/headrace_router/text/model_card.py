@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -13,9 +14,11 @@ from headrace_proto.replica_pb2 import ModelFacts
 from headrace_router.answer.grammar import GrammarCheck
 from headrace_router.answer.parser import Syntax, syntax_of
 from headrace_router.core.sampling_options import default_options
+from headrace_router.text.answer_memory import AnswerMemory, AnswerPlace, answer_place
 from headrace_router.text.chat_template import TOOL_USE, ChatTemplate
 from headrace_router.text.detokenize import TokenTable
 from headrace_router.text.text_encoder import ControlTokens, RenderedChat, TextEncoder
+from headrace_router.text.turn_check import turn_problem
 
 
 class ModelFactsError(HeadraceError):
@@ -48,6 +51,19 @@ class ChatForm:
     syntax: Syntax
 
 
+@dataclass(frozen=True, slots=True)
+class EncodedChat:
+    """A chat up to the start of the assistant's answer. thinking: the answer begins inside of the reasoning.
+
+    place: of the answer, for `AnswerMemory`. kept: tokens of earlier answers as the model wrote them.
+    """
+
+    token_ids: list[int]
+    thinking: bool
+    place: AnswerPlace | None = None
+    kept: int = 0
+
+
 class ModelCard:
     """One revision of one model. Immutable; safe to use from the tokenizer threads."""
 
@@ -76,21 +92,60 @@ class ModelCard:
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """The token ids of `chat`."""
-        return self.chat(messages, {})[0]
+        return self.chat(messages, {}).token_ids
 
     def form(self, options: Mapping[str, Any]) -> ChatForm:
         """The form of a chat with these template options: chosen as transformers does, by whether there are tools."""
         return self._form if options.get("tools") is None else self._form_with_tools
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> tuple[list[int], bool]:
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        options: Mapping[str, Any],
+        memory: AnswerMemory | None = None,
+        keys: Sequence[bytes] = (),
+    ) -> EncodedChat:
         """Renders and tokenizes a chat up to the start of the assistant's answer. Slow: call off the event loop.
 
-        options: of the template. Returns the token ids, and whether the answer begins inside of the reasoning.
+        options: of the template. memory: of earlier answers; keys: `message_keys` of the messages.
         """
         form = self.form(options)
-        known = _with_known_roles(messages, form.template)
+        known = with_known_roles(messages, form.template)
         rendered = RenderedChat(form.template, known, datetime.now(), options)
-        return self.encoder.encode_chat(rendered), form.syntax.begins_in_reasoning(rendered.text)
+        thinking = form.syntax.begins_in_reasoning(rendered.text)
+        if memory is None or not self.joins:
+            return EncodedChat(self.encoder.encode_chat(rendered), thinking)
+        parts = memory.known(rendered.text, messages, keys, self.tokens.token_bytes)
+        whole = options.get("add_generation_prompt", True) and not options.get("continue_final_message")
+        return EncodedChat(
+            self.encoder.encode_chat(rendered, parts),
+            thinking,
+            answer_place(rendered.text, keys[-1]) if whole else None,
+            sum(len(part.token_ids) for part in parts),
+        )
+
+    @cached_property
+    def turn_problem(self) -> str:
+        """Where turns of a conversation part, though nobody changed them; empty if they do not. See `turn_check`."""
+
+        def render(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
+            form = self.form(options)
+            return form.template.render(with_known_roles(messages, form.template), datetime.now(), options)
+
+        syntax = self._form_with_tools.syntax
+        return turn_problem(
+            render,
+            lambda text: self._tokenizer.encode(text, add_special_tokens=False).ids,
+            lambda token_id: self.tokens.token_json(token_id).text,
+            tools=syntax.tools is not None or self._form_with_tools.template.knows_tools,
+            reasons=syntax.reasoning is not None,
+        )
+
+    @cached_property
+    def joins(self) -> bool:
+        """Whether a text may be tokenized in parts: some tokenizers put a space before each text."""
+        first, second = (self._tokenizer.encode(text, add_special_tokens=False).ids for text in ("a", "b c"))
+        return b"".join(map(self.tokens.token_bytes, [*first, *second])) == b"ab c"
 
     def decode(self, token_ids: Sequence[int], special: bool = False) -> str:
         """The text of token ids. Slow for long lists: call off the event loop. special: with special tokens."""
@@ -115,7 +170,7 @@ def _form(source: str, facts: ModelFacts, tokenizer: Tokenizer) -> ChatForm:
     return ChatForm(template, syntax)
 
 
-def _with_known_roles(messages: Sequence[Mapping[str, Any]], template: ChatTemplate) -> list[dict[str, Any]]:
+def with_known_roles(messages: Sequence[Mapping[str, Any]], template: ChatTemplate) -> list[dict[str, Any]]:
     """As the template knows them: developer is system where it has no such role, and reasoning has its name."""
     keeps, thinking = "developer" in template.source, ".thinking" in template.source
     found = []

@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 from tokenizers import AddedToken, Encoding, Tokenizer
 
 from headrace_router.core.errors import InvalidRequestError
+from headrace_router.text.answer_memory import Known
 from headrace_router.text.chat_template import ChatTemplate, ChatTemplateError
 
 CLIENT, TEMPLATE = "c", "t"
@@ -27,28 +28,6 @@ class UnmarkedChatError(InvalidRequestError, code="control_token_in_text"):
             "template changes them in a way that cannot be followed: remove what looks like a control token.",
             param="messages",
         )
-
-
-class PromptText(Protocol):
-    """Text for the model."""
-
-    @property
-    def text(self) -> str: ...
-
-    def origins(self, tags: Sequence[str] = ()) -> str:
-        """For each character of the text, CLIENT or TEMPLATE. Raises UnmarkedChatError."""
-        ...
-
-
-class ClientText:
-    """A bare prompt: all of it is the client's."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-
-    def origins(self, tags: Sequence[str] = ()) -> str:
-        """CLIENT everywhere."""
-        return CLIENT * len(self.text)
 
 
 class RenderedChat:
@@ -77,9 +56,9 @@ class RenderedChat:
         return names([self._options, *(message.get("tool_calls") for message in self._messages)])
 
     def origins(self, tags: Sequence[str] = ()) -> str:
-        """What is between the marks around a client's string is the client's. See PromptText.
+        """For each character of the text, CLIENT or TEMPLATE: what is between marks around a client's string is CLIENT.
 
-        tags: an assistant's message has these as tokens: the model wrote them.
+        Raises UnmarkedChatError. tags: an assistant's message has these as tokens: the model wrote them.
         """
         if any(_BEGIN in text or _END in text for text in self.strings()):
             raise UnmarkedChatError
@@ -291,7 +270,8 @@ class TextEncoder:
         """
         ids = self._plain(text)
         if not self._control.isdisjoint(ids):
-            ids = self._encode(ClientText(text), "prompt")
+            self._check_growth(text)
+            ids = self._encode(text, CLIENT * len(text), "prompt")
         return [*self._prefix, *ids, *self._suffix] if around else ids
 
     def encode_words(self, words: Sequence[str]) -> list[list[int]]:
@@ -302,8 +282,8 @@ class TextEncoder:
         texts = [before + word.lstrip() for word in words for before in ("", " ")]
         return [list(ids) for ids in dict.fromkeys(tuple(self._plain(text)) for text in texts) if ids]
 
-    def encode_chat(self, chat: RenderedChat) -> list[int]:
-        """Ids of a rendered chat; the template has written all of its special tokens.
+    def encode_chat(self, chat: RenderedChat, known: Sequence[Known] = ()) -> list[int]:
+        """Ids of a rendered chat; the template has written all of its special tokens. known: parts with these tokens.
 
         Which characters are the client's is found by a second rendering, with marks around the client's strings. It is
         never left out: a template may make a control token of text that spells none (by `lower()`, or by writing the
@@ -313,13 +293,21 @@ class TextEncoder:
         names = chat.names()  # templates compare them, so they cannot be marked
         if names and self._control.are_spelled(["\n".join(names)]):
             raise UnmarkedChatError
+        self._check_growth(chat.text)
         try:
-            return self._encode(chat, "messages")
+            origins = chat.origins(self._control.tags)
         except UnmarkedChatError:
             strings = chat.strings()
             if self._control.are_spelled([*strings, "".join(strings)]):
                 raise
             return self._plain(chat.text)
+        ids: list[int] = []
+        place = 0
+        for part in known:
+            ids += self._encode(chat.text[place : part.start], origins[place : part.start], "messages")
+            ids += part.token_ids
+            place = part.end
+        return ids + self._encode(chat.text[place:], origins[place:], "messages")
 
     def _plain(self, text: str) -> list[int]:
         self._check_growth(text)
@@ -341,9 +329,7 @@ class TextEncoder:
             if left < 0:
                 raise GrownTextError
 
-    def _encode(self, prompt: PromptText, param: str) -> list[int]:
-        self._check_growth(prompt.text)
-        text, origins = prompt.text, prompt.origins(self._control.tags)
+    def _encode(self, text: str, origins: str, param: str) -> list[int]:
         cuts = 0
         for _ in range(_ROUNDS):
             encoding = self._tokenizer.encode_batch([text], add_special_tokens=False)[0]

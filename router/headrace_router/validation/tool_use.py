@@ -1,6 +1,7 @@
 """The tools of a chat: what the template gets, and what its answer may call."""
 
 import json
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +12,6 @@ from headrace_router.answer.whole_grammar import OfferedTool
 from headrace_router.core.errors import InvalidRequestError
 from headrace_router.validation.bodies import (
     AllowedChoice,
-    CalledFunction,
     ChatBody,
     ChatMessage,
     Custom,
@@ -230,19 +230,47 @@ def template_message(message: ChatMessage) -> dict[str, Any]:
     return found
 
 
+# What agents put at the start of a system prompt that changes with each request, and says nothing to the model.
+VOLATILE = (
+    # Claude Code; its hash is of the whole request: https://github.com/anthropics/claude-code/issues/24168
+    re.compile(r"x-anthropic-billing-header:[^\n]*\n?"),
+)
+
+
+def without_volatile(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages of a template without blocks of `VOLATILE`; a system prompt that is nothing else is left out."""
+    found = []
+    for message in messages:
+        if message["role"] in ("system", "developer"):
+            text = message["content"]
+            for block in VOLATILE:
+                if matched := block.match(text):
+                    text = text[matched.end() :]
+            if message["content"] and not text:
+                continue
+            message = {**message, "content": text}
+        found.append(message)
+    return found
+
+
 def _function(call: FunctionCall | CustomCall) -> dict[str, Any]:
     """The call of a custom tool is one of its function."""
     if isinstance(call, CustomCall):
-        return {"name": call.custom.name, "arguments": {INPUT: call.custom.input}}
-    return {"name": call.function.name, "arguments": _arguments(call.function)}
+        return {"name": call.custom.name, "arguments": template_arguments(call.custom.input, custom=True)}
+    return {"name": call.function.name, "arguments": template_arguments(call.function.arguments, custom=False)}
 
 
-def _arguments(called: CalledFunction) -> Any:
-    """What is no object stays text: a call that was cut off, which a client has read from a stream."""
+def template_arguments(given: str, *, custom: bool) -> Any:
+    """The arguments of a call as templates get them. given: as clients do; custom: the free text of a custom tool.
+
+    What is no object stays text: a call that was cut off, which a client has read from a stream.
+    """
+    if custom:
+        return {INPUT: given}
     try:
-        arguments = json.loads(called.arguments or "null")
+        arguments = json.loads(given or "null")
     except (ValueError, RecursionError):
-        arguments = called.arguments
+        arguments = given
     if arguments is None:
         arguments = {}
-    return arguments if isinstance(arguments, dict) else called.arguments
+    return arguments if isinstance(arguments, dict) else given

@@ -29,6 +29,7 @@ from headrace_proto.replica_pb2 import (
     TokenLogprobs,
 )
 from headrace_proto.replica_pb2_grpc import ReplicaServicer, add_ReplicaServicer_to_server
+from headrace_router.text.detokenize import byte_of_char
 from support.members import MEMBER
 
 MODEL = "tiny"
@@ -68,6 +69,7 @@ class FakeReplica(ReplicaServicer):
     generation: int = 1
     reply: str = REPLY
     replies: tuple[str, ...] = ()  # of the first submits, instead of `reply`
+    spelled: bool = False  # the reply has a token per byte, as a tokenizer would not encode it
     max_model_len: int = 256
     chat_template: str = TEMPLATE
     named_templates: dict[str, str] = field(default_factory=dict)
@@ -105,6 +107,12 @@ class FakeReplica(ReplicaServicer):
         for task in self._tasks.values():
             task.cancel()
         await self._server.stop(0)
+
+    def spelling(self, text: str) -> list[int]:
+        """A token for each byte of the text."""
+        chars = {byte: char for char, byte in byte_of_char().items()}
+        ids: list[Any] = [self.tokenizer.token_to_id(chars[byte]) for byte in text.encode()]
+        return ids
 
     def facts(self) -> ModelFacts:
         return ModelFacts(
@@ -173,7 +181,7 @@ class FakeReplica(ReplicaServicer):
         await asyncio.sleep(self.first_seconds)
         place = self.submits.index(submit)
         reply = self.replies[place] if place < len(self.replies) else self.reply
-        token_ids = [*_encode(self.tokenizer, reply), EOS]
+        token_ids = [*(self.spelling(reply) if self.spelled else _encode(self.tokenizer, reply)), EOS]
         finish = FINISH_STOP
         if len(token_ids) > submit.sampling.max_tokens:
             token_ids, finish = token_ids[: submit.sampling.max_tokens], FINISH_LENGTH
