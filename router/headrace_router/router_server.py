@@ -22,6 +22,7 @@ from headrace_router.api.listen import bind_http
 from headrace_router.api.services import Services, WorkSlices
 from headrace_router.config import RouterConfig
 from headrace_router.core.account import AccountTable
+from headrace_router.core.cache_miss import Visits
 from headrace_router.core.fleet import Fleet
 from headrace_router.core.policy import POLICIES
 from headrace_router.core.prefix_index import PrefixIndex
@@ -95,7 +96,10 @@ class RouterServer:
             slices=WorkSlices(),
             turns=Turns(),
             accounts=AccountTable(),
+            visits=Visits(lambda replica_id: any(replica.replica_id == replica_id for replica in fleet.replicas)),
         )
+        if index is not None:
+            index.on_drop = self.services.visits.dropped
         self._tls = TlsFiles(config.tls) if config.tls.enabled else None
         self._grpc = GrpcServer(self.services, self._tls)
         self._http: HttpServer | None = None
@@ -250,6 +254,7 @@ class RouterServer:
             await asyncio.sleep(MAINTENANCE_SECONDS)
             try:
                 self.services.fleet.maintain()
+                self.services.visits.stamp(time.monotonic())
                 self._exempt_replicas()
                 await asyncio.sleep(0)
                 for _ in range(EXPIRING_TURNS):  # many attempts may have ended at once

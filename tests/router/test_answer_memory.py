@@ -5,11 +5,21 @@ from typing import Any
 
 import pytest
 
-from headrace_router.text.answer_memory import AnswerMemory, Known, answer_place, message_keys, root_key
+from headrace_router.text.answer_memory import (
+    AnswerMemory,
+    Known,
+    answer_place,
+    message_digest,
+    message_keys,
+)
 from support.router.fake_replica import TOOL_TEMPLATE
 
 USER = {"role": "user", "content": "What is the weather?"}
-ROOT = root_key(b"salt", "tiny", "rev1", None)
+ROOT = b"tenant and tools"
+
+
+def _keys(messages: list[dict[str, Any]], root: bytes = ROOT) -> list[bytes]:
+    return message_keys(root, [*map(message_digest, messages)])
 
 
 def _bytes(token_id: int) -> bytes:
@@ -25,14 +35,14 @@ def _ids(text: str) -> list[int]:
 
 def test_tokens_are_used_as_far_as_the_template_writes_the_same_text() -> None:
     memory = AnswerMemory()
-    keys = message_keys(ROOT, [USER])
+    keys = _keys([USER])
     before = "<user>What is the weather?<assistant>"
     answer = {"role": "assistant", "content": "a€b"}
     memory.add(answer_place(before, keys[-1]), answer, [97, 257, 258, 98, 259])
     messages = [USER, answer, {"role": "user", "content": "And now?"}]
 
     def known(text: str, given: list[dict[str, Any]] = messages, root: bytes = ROOT) -> list[Known]:
-        return memory.known(text, given, message_keys(root, given), _bytes)
+        return memory.known(text, given, _keys(given, root), _bytes)
 
     start = len(before)
     (part,) = known(f"{before}a€b<|im_end|><user>")
@@ -42,8 +52,7 @@ def test_tokens_are_used_as_far_as_the_template_writes_the_same_text() -> None:
     (part,) = known(f"{before}a¢")  # its first byte is another one
     assert list(part.token_ids) == [97], "not a part of a character"
     assert known(f"{before}Another answer") == [] == known(f"x{before}a€b") == known(before[:-1])
-    assert known(f"{before}a€b", root=root_key(b"other", "tiny", "rev1", None)) == [], "of another tenant"
-    assert known(f"{before}a€b", root=root_key(b"salt", "tiny", "rev1", [{}])) == [], "with other tools"
+    assert known(f"{before}a€b", root=b"another one") == [], "of another tenant, or with other tools"
     assert known(f"{before}a€b", [{**USER, "content": "x"}, *messages[1:]]) == [], "after another message"
 
 
@@ -51,28 +60,28 @@ def test_what_clients_change_of_an_answer_is_no_matter() -> None:
     """Ids of calls, how JSON is written, white space around the text, reasoning that is left out."""
     call = {"function": {"name": "f", "arguments": {"a": 1, "b": 2}}}
     memory = AnswerMemory()
-    place = answer_place("x", message_keys(ROOT, [USER])[-1])
+    place = answer_place("x", _keys([USER])[-1])
     memory.add(place, {"role": "assistant", "content": "\n hm ", "tool_calls": [call]}, _ids("y"))
     again = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"b": 2, "a": 1}}}
     given = {"role": "assistant", "content": "hm", "tool_calls": [again], "reasoning_content": "z"}
     messages: list[dict[str, Any]] = [USER, given]
-    assert memory.known("xy", messages, message_keys(ROOT, messages), _bytes)
+    assert memory.known("xy", messages, _keys(messages), _bytes)
     changes: list[dict[str, Any]] = [{"content": "h"}, {"tool_calls": []}, {"role": "user"}]
     for changed in changes:
         messages = [USER, {**given, **changed}]
-        assert not memory.known("xy", messages, message_keys(ROOT, messages), _bytes)
+        assert not memory.known("xy", messages, _keys(messages), _bytes)
 
 
 def test_the_memory_is_bounded() -> None:
     memory = AnswerMemory(most_bytes=3000)
-    place = answer_place("x", message_keys(ROOT, [USER])[-1])
+    place = answer_place("x", _keys([USER])[-1])
     answers = [{"role": "assistant", "content": str(number)} for number in range(10)]
 
     def kept() -> list[int]:
         found = []
         for number, answer in enumerate(answers):
             messages = [USER, answer]
-            if memory.known("xyy", messages, message_keys(ROOT, messages), _bytes):
+            if memory.known("xyy", messages, _keys(messages), _bytes):
                 found.append(number)
         return found
 

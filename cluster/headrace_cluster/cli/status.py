@@ -160,6 +160,8 @@ def _account(document: dict[str, Any]) -> Iterator[str]:
         if not document["snapshot_tokens"]:
             start = "without a snapshot of recurrent state"
         yield f"started {start}; keys and values of {document['covered_tokens']} were cached"
+    if miss := document["cache_miss"]:
+        yield f"not cached further: {miss['words']} ({counted(miss['tokens'], 'token')})"
     more = {"preempted": f" ({counted(document['preemptions'], 'time')})"}
     if document["ahead"]:
         ahead = counted(document["ahead"], "request")

@@ -12,6 +12,7 @@ from headrace_router.access.auth import Authenticator
 from headrace_router.api.http.body import BodyReader
 from headrace_router.config import RouterConfig
 from headrace_router.core.account import AccountTable, TimeAccount
+from headrace_router.core.cache_miss import Visits
 from headrace_router.core.errors import InvalidRequestError
 from headrace_router.core.fleet import Fleet
 from headrace_router.core.placement import FleetPlacement
@@ -100,6 +101,7 @@ class Services:
     slices: WorkSlices
     turns: Turns
     accounts: AccountTable
+    visits: Visits
 
     @property
     def accepting(self) -> bool:
@@ -132,6 +134,7 @@ class Services:
     @asynccontextmanager
     async def run_request(self, request: GenerationRequest, account: TimeAccount) -> AsyncIterator[RunningRequest]:
         """Runs a request that was admitted; a shutdown ends it. Raises ShuttingDownError."""
-        async with RunningRequest(request, self.placement, self.metrics, self.config, self.turns, account) as running:
+        given = self.placement, self.metrics, self.config, self.turns, account, self.visits
+        async with RunningRequest(request, *given) as running:
             with self.admission.failed_on_shutdown(running.fail):
                 yield running

@@ -4,12 +4,14 @@ A request is in one phase at any time. A phase at a replica is divided when it e
 several choices the first one is followed; what the others take after its end is a cause of its own.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, StrEnum
 from typing import Any
 
 from headrace_proto.replica_pb2 import AttemptTimes, TokenLogprobs
 from headrace_router.core.attempt import Attempt, Outcome
+from headrace_router.core.cache_miss import CacheMiss
 from headrace_router.core.placement import Decision, Placed
 from headrace_router.core.replica_state import ReplicaState
 
@@ -133,9 +135,10 @@ class _Phase(Enum):
 class TimeAccount:
     """The time of one request, divided into causes that add up to it; seconds of one monotonic clock."""
 
-    def __init__(self, request_id: str, now: float) -> None:
-        """request_id: as the client gets it. Begins with admission."""
+    def __init__(self, request_id: str, now: float, answer_id: str = "") -> None:
+        """request_id, answer_id: as the client gets them. Begins with admission."""
         self.request_id = request_id
+        self.answer_id = answer_id
         self.began = now
         self.ended: float | None = None
         self.first_token: float | None = None  # seconds since the beginning
@@ -149,6 +152,7 @@ class TimeAccount:
         self.ahead_tokens = 0  # prompt tokens that the replica computed while the request waited
         self.snapshot_tokens = 0  # after which it started from a snapshot of recurrent state
         self.covered_tokens = 0  # tokens whose keys and values were cached, of a model with recurrent state
+        self.cache_miss: CacheMiss | None = None  # why no more of the prompt was cached
         self._progress: Callable[[], tuple[int, int]] | None = None
         self._phase: Cause | _Phase = Cause.ADMISSION
         self._since = now
@@ -243,6 +247,7 @@ class TimeAccount:
             "ahead_tokens": self.ahead_tokens,
             "snapshot_tokens": self.snapshot_tokens,
             "covered_tokens": self.covered_tokens,
+            "cache_miss": self.cache_miss.document() if self.cache_miss is not None else None,
             "causes": [{"cause": cause, "words": cause.words, "seconds": part} for cause, part in self.ranked(now)],
             "decisions": [decision.document() for decision in self.decisions],
         }
@@ -272,6 +277,9 @@ class TimeAccount:
 KEPT = 4000  # requests; an account has about 2.4 KiB, 4.1 KiB at most
 
 
+_API = re.compile(r"^(?:chatcmpl-|cmpl-|msg_|resp_)")
+
+
 class AccountTable:
     """The accounts of the newest requests, by request id and by the id of the answer."""
 
@@ -282,7 +290,7 @@ class AccountTable:
 
     def open(self, request_id: str, answer_id: str, now: float) -> TimeAccount:
         """A new account, kept until so many newer ones have been opened."""
-        account = TimeAccount(request_id, now)
+        account = TimeAccount(request_id, now, answer_id)
         self._ids[account] = request_id, answer_id
         for name in (request_id, answer_id):
             self._by_id.setdefault(name, []).append(account)
@@ -298,8 +306,8 @@ class AccountTable:
                 del self._by_id[name]
 
     def get(self, name: str) -> TimeAccount | None:
-        """name: a request's id, or that of its answer, which may begin with "chatcmpl-" or "cmpl-"."""
-        named = self._by_id.get(name) or self._by_id.get(name.rpartition("cmpl-")[2])
+        """name: a request's id, or that of its answer, which begins with the name of its API."""
+        named = self._by_id.get(name) or self._by_id.get(_API.sub("", name))
         return named[-1] if named else None
 
     def __len__(self) -> int:

@@ -92,6 +92,9 @@ class Decision:
     source_id: str = ""  # the replica that computes the prompt or sends its cached blocks
     source_computes: bool = False
     considered: tuple[Considered, ...] = ()
+    most_cached: int = 0  # tokens of the prompt, at the candidate with most of it
+    most_cached_id: str = ""
+    most_cached_full: bool = False  # it had no room for one more attempt
 
     def document(self) -> dict[str, Any]:
         """As JSON."""
@@ -270,6 +273,7 @@ class FleetPlacement(Generic[C]):
             source = KvSource(computing[plan.source], cached_only=False)
         elif plan.holder is not None and sources:
             source = KvSource(candidates[plan.holder], cached_only=True)
+        most = int(cached.argmax())
         decision = Decision(
             candidates[plan.target].replica_id,
             len(candidates),
@@ -278,6 +282,9 @@ class FleetPlacement(Generic[C]):
             source.replica.replica_id if source is not None else "",
             source is not None and not source.cached_only,
             _considered(candidates, plan, cached),
+            int(cached[most]),
+            candidates[most].replica_id,
+            not candidates[most].has_room,
         )
         return Placed(candidates[plan.target], source, int(cached[plan.target]), decision)
 

@@ -296,6 +296,7 @@ class PrefixIndex:
         self._table = DigestTable(max_blocks)
         self._sets = HolderSets()
         self.reuse = ReuseShare()
+        self.on_drop: Callable[[Digests], None] | None = None  # called with blocks that a replica has dropped
         # The last prompt, and the result of `_runs`, until the table changes.
         self._looked_up: tuple[Digests, int, Sequence[tuple[int, int]]] | None = None
         self._free_slots: list[int] = []
@@ -361,6 +362,12 @@ class PrefixIndex:
         codes = self._sets.changed(before, 2 * slot + expected, holds=False)
         self._store(places, before, codes)
         return int((codes != before).sum())
+
+    def dropped(self, digests: Digests) -> None:
+        """A replica has dropped these blocks for others."""
+        self.reuse.dropped(digests)
+        if self.on_drop is not None:
+            self.on_drop(digests)
 
     def match(self, digests: Digests, *, held: bool = False) -> Lengths:
         """By slot: how many leading blocks of a prompt each replica has, [slots]. held: without those it will have."""

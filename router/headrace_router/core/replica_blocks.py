@@ -337,7 +337,7 @@ class ReplicaBlocks:
         # An increment may also remove what was stored and removed since the last one.
         self.held = max(0, self.held - (len(digests) if self.full else removed))
         if followed:
-            self._index.reuse.dropped(digests)
+            self._index.dropped(digests)
 
     def _add(self, digests: Digests) -> None:
         digests = np.unique(digests)  # the table requires it; a peer may send anything

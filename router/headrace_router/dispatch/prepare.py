@@ -10,6 +10,7 @@ from headrace_base.errors import counted
 from headrace_proto.replica_pb2 import Sampling, TokenSequence
 from headrace_router.access.auth import Tenant
 from headrace_router.answer.parser import AnswerParser
+from headrace_router.core.cache_miss import Conversation
 from headrace_router.core.errors import ContextLengthError, InvalidRequestError, UnsupportedError
 from headrace_router.core.fleet import Fleet
 from headrace_router.core.limits import Limits
@@ -18,7 +19,7 @@ from headrace_router.core.replica_blocks import HashScheme, PromptBlocks
 from headrace_router.core.sampling_options import API_DEFAULTS
 from headrace_router.dispatch.answer_grammar import AnswerGrammars
 from headrace_router.dispatch.choice import is_first
-from headrace_router.text.answer_memory import AnswerMemory, message_keys, root_key
+from headrace_router.text.answer_memory import AnswerMemory, digest_of, key_after, message_digest, message_keys
 from headrace_router.text.model_card import EncodedChat, ModelCard
 from headrace_router.text.text_encoder import names, strings
 from headrace_router.text.tokenizer_pool import TokenizerPool
@@ -68,6 +69,7 @@ class GenerationRequest:
     special: bool = False  # special tokens stay in the text
     ignored: tuple[str, ...] = ()  # fields that change nothing for this model
     remember: Callable[[Mapping[str, Any], Sequence[int]], None] | None = None  # an answer, and all of its tokens
+    turn: Conversation | None = None  # of a chat
 
     @property
     def prompt_tokens(self) -> int:
@@ -122,12 +124,12 @@ class Preparer:
         asked = body.max_completion_tokens or body.max_tokens
         kept = self._kept(body, card, asked, None)
 
-        def encode() -> tuple[HashedPrompt, EncodedChat]:
-            keys = message_keys(root_key(tenant.salt, card.model, card.revision, options.get("tools")), messages)
-            encoded = card.chat(messages, options, self._answers, keys)
-            return hasher.prompt(encoded.token_ids[kept]), encoded
+        def encode() -> tuple[HashedPrompt, EncodedChat, Conversation]:
+            turn = conversation_of(messages, options.get("tools"), card, tenant)
+            encoded = card.chat(messages, options, self._answers, turn.keys)
+            return hasher.prompt(encoded.token_ids[kept]), encoded, turn
 
-        prompt, encoded = await self._pool.run(encode, tenant.name, chars)
+        prompt, encoded, turn = await self._pool.run(encode, tenant.name, chars)
         thinking = encoded.thinking
         lengths = self._lengths(body, card, [prompt], sampling, asked, None)
         form = card.form(options)
@@ -162,6 +164,7 @@ class Preparer:
             special=special,
             ignored=ignored,
             remember=functools.partial(self._answers.add, encoded.place) if encoded.place is not None else None,
+            turn=turn if not body.truncate_prompt_tokens else None,
         )
 
     async def tokenize(self, body: ChatBody | TokenizeBody, tenant: Tenant) -> tuple[ModelCard, list[int]]:
@@ -490,6 +493,22 @@ def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> tuple[lis
     if isinstance(first, str):
         return cast(list[str], prompt), []
     return [], cast(list[list[int]], prompt) if isinstance(first, list) else [cast(list[int], prompt)]
+
+
+def conversation_of(messages: Sequence[Mapping[str, Any]], tools: Any, card: ModelCard, tenant: Tenant) -> Conversation:
+    """The turn of these messages, as the template gets them."""
+    digests = [*map(message_digest, messages)]
+    defined = digest_of([card.model, card.revision, tools])
+    return Conversation(
+        card.model,
+        tenant.salt,
+        defined,
+        message_keys(key_after(tenant.salt, defined), digests),
+        message_keys(defined, digests),
+        digests,
+        [place for place, message in enumerate(messages) if message["role"] == "assistant"],
+        messages[0]["role"] in ("system", "developer"),
+    )
 
 
 def count_choices(body: ChatBody | CompletionBody) -> int:

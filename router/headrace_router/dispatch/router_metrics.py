@@ -18,6 +18,7 @@ from prometheus_client.utils import floatToGoString
 from headrace_proto.control_pb2 import ModelPlacement
 from headrace_proto.replica_pb2 import TokenLogprobs
 from headrace_router.core.attempt import Attempt, Outcome
+from headrace_router.core.cache_miss import MissReason
 from headrace_router.core.errors import ApiError, error_rows
 from headrace_router.core.fleet import Fleet
 from headrace_router.core.placement import FleetPlacement, Placed
@@ -141,6 +142,11 @@ class RouterMetrics:
         )
         self.cached_prompt_tokens = self._counter_per_model(
             "headrace_cached_prompt_tokens", "Of these, tokens that were in a KV cache, as in the usage of the answers"
+        )
+        self.cache_missed = self._counter_per_model(
+            "headrace_cache_missed_tokens",
+            "Prompt tokens of chats that no cache had and could have had, by why",
+            reason=tuple(MissReason),
         )
         self.success = self._counter("vllm:request_success", "Choices finished, by reason", *LABELS, "finished_reason")
         self._per_replica.append((self.success, FINISH_REASONS))

@@ -4,8 +4,9 @@ import asyncio
 import random
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
+from typing import Any
 
 import structlog
 
@@ -13,14 +14,16 @@ from headrace_proto.replica_pb2 import TokenLogprobs
 from headrace_router.config import RouterConfig
 from headrace_router.core.account import Cause, Recorder, TimeAccount
 from headrace_router.core.attempt import Attempt, Outcome
+from headrace_router.core.cache_miss import CacheMiss, Visits
 from headrace_router.core.choice_run import ChoiceRun, RunListener
 from headrace_router.core.errors import ApiError, InternalError
-from headrace_router.core.placement import Placed, Placement
+from headrace_router.core.placement import Decision, Placed, Placement
 from headrace_router.core.replica_state import ReplicaState
 from headrace_router.core.retry import RetryState
 from headrace_router.dispatch.choice import Choice, ChoiceUpdate, GivenAnswer, is_first
 from headrace_router.dispatch.prepare import GenerationRequest
 from headrace_router.dispatch.router_metrics import ChoiceMetrics, RouterMetrics
+from headrace_router.text.answer_memory import key_after, message_digest
 from headrace_router.text.model_card import ModelCard
 
 SLICE_SECONDS = 0.002  # slice of the event loop's time, to begin choices
@@ -140,9 +143,13 @@ class RunningRequest:
         config: RouterConfig,
         turns: Turns,
         account: TimeAccount,
+        visits: Visits,
     ) -> None:
-        """turns: of all requests. account: of the time from here on, for the first choice."""
+        """turns: of all requests. account: of the time from here on, for the first choice. visits: earlier chats."""
         self.request = request
+        self.visits = visits
+        self.cache_miss: CacheMiss | None = None  # of the first choice, from its first token on
+        self._metrics = metrics
         self._timers = LoopTimers(self, turns)
         self.account = account
         self.choices = [
@@ -254,6 +261,27 @@ class RunningRequest:
             waiting.extend(update)
         self._updated.set()
 
+    def found_cached(self, cached: int, decision: Decision | None) -> None:
+        """The first choice begins; a cache had so many tokens of its prompt."""
+        turn, first = self.request.turn, self.request.choices[0]
+        if turn is None or first.sampling.HasField("prompt_logprobs"):
+            return
+        tokens = len(first.prompt_token_ids)
+        miss = self.visits.miss(turn, first.blocks, tokens, cached, decision, time.monotonic())
+        if miss is not None:
+            self.cache_miss = self.account.cache_miss = miss
+            self._metrics.cache_missed.labels(turn.model, miss.reason).inc(miss.tokens)
+
+    def answered(self, message: Mapping[str, Any], token_ids: Sequence[int], replica_id: str | None) -> None:
+        """The client was given this message. replica_id: of the first choice; None: it is another one."""
+        if self.request.remember is not None:
+            self.request.remember(message, token_ids)
+        turn = self.request.turn
+        if turn is not None and replica_id is not None:
+            digest = message_digest(message)
+            end = key_after(turn.keys[-1], digest)
+            self.visits.add(self.account.answer_id, turn, (digest, end), self.request.choices[0].blocks, replica_id)
+
     def choice_ended(self, failure: Exception | None) -> None:
         """One choice is complete, or failed."""
         if failure is not None:
@@ -281,11 +309,13 @@ class _ClientQueue:
     def __init__(self, running: RunningRequest, choice: Choice) -> None:
         self._running = running
         self._choice = choice
-        self._given = GivenAnswer() if running.request.remember is not None else None
+        self._given = GivenAnswer() if running.request.turn is not None else None
         self._stopped = False  # by a stop string: the client was given less than the tokens say
+        self._placed: Placed[ModelCard] | None = None
 
     def placed(self, placed: Placed[ModelCard]) -> None:
         """Nothing is visible to the client."""
+        self._placed = placed
 
     def add_tokens(
         self, attempt: Attempt, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], finish: int, error: str
@@ -293,6 +323,9 @@ class _ClientQueue:
         choice = self._choice
         if not choice.output_token_ids and is_first(choice.request):  # usage counts each prompt once
             self._running.cached_tokens += attempt.cached_tokens
+            if not choice.request.index:
+                decision = self._placed.decision if self._placed is not None else None
+                self._running.found_cached(attempt.cached_tokens, decision)
         if token_ids and choice.lacks_prompt_logprobs:
             choice.prompt_logprobs = list(attempt.prompt_logprobs)
         update = choice.consume(token_ids, logprobs, finish, error)
@@ -308,9 +341,9 @@ class _ClientQueue:
             log.info("stream moves", request=request.label, choice=request.index, lost=replica_id)
 
     def ended(self, attempt: Attempt | None, failure: Exception | None) -> None:
-        remember = self._running.request.remember
-        if remember is not None and self._given is not None and failure is None and not self._stopped:
-            remember(self._given.message(), self._choice.output_token_ids)
+        if self._given is not None and self._placed is not None and failure is None and not self._stopped:
+            replica_id = self._placed.replica.replica_id if not self._choice.request.index else None
+            self._running.answered(self._given.message(), self._choice.output_token_ids, replica_id)
         self._running.choice_ended(failure)
 
 

@@ -57,29 +57,25 @@ def message_digest(message: Mapping[str, Any]) -> bytes:
     content = message.get("content") or ""
     if message["role"] == "assistant":
         content = content.strip()
-    return _digest([message["role"], message.get("name"), content, calls])
+    return digest_of([message["role"], message.get("name"), content, calls])
 
 
-def message_keys(root: bytes, messages: Sequence[Mapping[str, Any]]) -> list[bytes]:
+def message_keys(root: bytes, digests: Sequence[bytes]) -> list[bytes]:
     """The key after each number of messages, from none to all of them. root: of the tenant, the model and the tools."""
     keys = [root]
-    for message in messages:
-        keys.append(_joined(keys[-1], message_digest(message)))
+    for digest in digests:
+        keys.append(key_after(keys[-1], digest))
     return keys
 
 
-def root_key(salt: bytes, model: str, revision: str, tools: Any) -> bytes:
-    """The key before the first message."""
-    return _joined(salt, _digest([model, revision, tools]))
+def key_after(key: bytes, digest: bytes) -> bytes:
+    """The key after one more message."""
+    return blake2b(digest, key=key[:64], digest_size=_DIGEST).digest()
 
 
-def _digest(value: Any) -> bytes:
-    # half a surrogate pair is escaped, as all that is not ASCII
+def digest_of(value: Any) -> bytes:
+    """Of a JSON value. Half a surrogate pair is escaped, as all that is not ASCII."""
     return blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=_DIGEST).digest()
-
-
-def _joined(key: bytes, other: bytes) -> bytes:
-    return blake2b(other, key=key[:64], digest_size=_DIGEST).digest()
 
 
 class AnswerMemory:
@@ -94,7 +90,7 @@ class AnswerMemory:
     def add(self, place: AnswerPlace, message: Mapping[str, Any], token_ids: Sequence[int]) -> None:
         """message: of the assistant, as the client was given it. token_ids: all that the model wrote."""
         answer = _Answer(place.chars, place.digest, array("I", token_ids))
-        key = _joined(place.key, message_digest(message))
+        key = key_after(place.key, message_digest(message))
         with self._lock:
             known = self._answers.pop(key, None)
             self._bytes += answer.bytes - (known.bytes if known is not None else 0)

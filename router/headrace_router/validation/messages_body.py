@@ -45,6 +45,12 @@ class Thinking(_Open):
     display: Literal["summarized", "omitted"] | None = None
 
 
+class Diagnostics(_Open):
+    """Asks why the cache did not have more of the prompt. previous_message_id: of the answer before."""
+
+    previous_message_id: StrictStr | None = None
+
+
 class Message(_Open):
     role: Literal["user", "assistant", "system"]
     content: StrictStr | list[dict[str, Any]]
@@ -65,6 +71,7 @@ class MessagesBody(_Open):
     tools: list[MessagesTool] | None = None
     tool_choice: MessagesToolChoice | None = None
     thinking: Thinking | None = None
+    diagnostics: Diagnostics | None = None
     metadata: dict[str, Any] | None = None
     service_tier: StrictStr | None = None
 

@@ -83,6 +83,7 @@ class FakeReplica(ReplicaServicer):
     not_finite_left: int = 1 << 30  # attempts that end so
     frozen: bool = False
     cached_tokens: int = 3
+    cache_key: bytes = b""  # with one, routers hash the blocks of prompts
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     load: Load = field(default_factory=lambda: Load(kv_usage=0.25, free_blocks=75))
     boot_id: bytes = field(default_factory=lambda: os.urandom(16))
@@ -134,6 +135,7 @@ class FakeReplica(ReplicaServicer):
             tokenizer_digest=blake3(self.tokenizer.to_str().encode()).digest(),
             kv_blocks=100,
             defaults=self.defaults,
+            cache_key=self.cache_key,
         )
 
     async def Describe(self, request: Any, context: Any) -> AsyncIterator[DescribeChunk]:

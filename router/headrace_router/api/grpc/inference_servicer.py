@@ -50,6 +50,7 @@ from headrace_router.validation.bodies import ChatBody, CompletionBody
 from headrace_router.validation.body_errors import IgnoredFields, parse_body
 
 REQUEST_ID = "x-request-id"
+Trailing = list[tuple[str, str]]  # metadata after the last event
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 
 log = structlog.get_logger("headrace.router.grpc")
@@ -112,13 +113,12 @@ class InferenceService:
             session = session_of(context.invocation_metadata(), self._services.config)
             data = await read_request(requests, limits.body_seconds)
             body = await self._parse(data, tenant)
-            ignored = IgnoredFields()
-            async with contextlib.aclosing(self._generate(body, tenant, session, label, ignored)) as events:
+            trailing: Trailing = [(REQUEST_ID, label)]
+            async with contextlib.aclosing(self._generate(body, tenant, session, label, trailing)) as events:
                 async for event in events:
                     async with asyncio.timeout(limits.write_seconds):
                         await context.write(event)
-            named = [(key.decode(), value.decode()) for key, value in ignored.headers()]
-            context.set_trailing_metadata(((REQUEST_ID, label), *named))
+            context.set_trailing_metadata(tuple(trailing))
             disconnected = False
         except TimeoutError:  # the client does not read
             raise asyncio.CancelledError from None
@@ -152,10 +152,10 @@ class InferenceService:
         return parse() if len(data) <= SMALL_BYTES else await self._services.pool.run(parse, tenant.name, len(data))
 
     async def _generate(
-        self, body: ChatBody | CompletionBody, tenant: Tenant, session: str, label: str, ignored: IgnoredFields
+        self, body: ChatBody | CompletionBody, tenant: Tenant, session: str, label: str, trailing: Trailing
     ) -> AsyncGenerator[GenerateEvent, None]:
         with self._services.account(label, label, time.monotonic()) as account:
-            async with contextlib.aclosing(self._answer(body, tenant, session, account, ignored)) as events:
+            async with contextlib.aclosing(self._answer(body, tenant, session, account, trailing)) as events:
                 async for event in events:
                     yield event
 
@@ -165,14 +165,16 @@ class InferenceService:
         tenant: Tenant,
         session: str,
         account: TimeAccount,
-        ignored: IgnoredFields,
+        trailing: Trailing,
     ) -> AsyncGenerator[GenerateEvent, None]:
         services = self._services
         async with services.admission.admit(tenant, count_choices(body), body.priority or 0):
             account.enter(Cause.TOKENIZER, time.monotonic())
             request = await services.preparer.prepare(body, tenant, account.request_id, session)
+            ignored = IgnoredFields()
             for field in request.ignored:
                 ignored.add(field)
+            trailing += [(name.decode(), value.decode()) for name, value in ignored.headers()]
             async with services.run_request(request, account) as running:
                 waiting: GenerateEvent | None = None
                 echoes = dict(enumerate(request.echoes))  # the first event of a choice has it
@@ -184,6 +186,8 @@ class InferenceService:
                         waiting.text = echoes.pop(update.index, "") + waiting.text
                         if isinstance(body, ChatBody) and body.include_reasoning is False:
                             waiting.ClearField("reasoning_content")
+                if running.cache_miss is not None:
+                    trailing.append(("x-headrace-cache-miss", running.cache_miss.public))
                 last = waiting or GenerateEvent()
                 last.usage.CopyFrom(
                     Usage(

@@ -80,9 +80,6 @@ def add_generation(app: FastAPI, services: Services) -> None:
     def completion_body(value: Any, ignored: IgnoredFields) -> CompletionBody:
         return parse_body(CompletionBody, value, config.limits, ignored if config.unknown_fields == "ignore" else None)
 
-    def messages_body(value: Any, ignored: IgnoredFields) -> ChatBody:
-        return parse_messages(value, config.limits, ignored)
-
     @app.post("/v1/chat/completions", tags=["generation"], summary="Answer a chat", openapi_extra=JsonBody(ChatBody))
     async def chat_completions(request: Request) -> Response:
         return await generation_response(services, request, chat_body, chat_format)
@@ -94,7 +91,15 @@ def add_generation(app: FastAPI, services: Services) -> None:
     @app.post("/v1/messages", tags=["generation"], summary="Answer messages", openapi_extra=JsonBody(MessagesBody))
     async def messages(request: Request) -> Response:
         """As in Anthropic's Messages API, without state."""
-        return await generation_response(services, request, messages_body, MessagesFormat)
+        asked: dict[str, Any] = {}
+
+        def body(value: Any, ignored: IgnoredFields) -> ChatBody:
+            chat = parse_messages(value, config.limits, ignored)
+            asked.update(value.get("diagnostics") or {})
+            return chat
+
+        make_format = functools.partial(MessagesFormat, diagnostics=asked)
+        return await generation_response(services, request, body, make_format)
 
     @app.post("/v1/responses", tags=["generation"], summary="Answer items", openapi_extra=JsonBody(ResponsesBody))
     async def responses(request: Request) -> Response:

@@ -24,6 +24,7 @@ from headrace_router.dispatch.running_request import RunningRequest
 from headrace_router.validation.bodies import ChatBody, CompletionBody
 from headrace_router.validation.body_errors import Body, IgnoredFields
 
+MISS_HEADER = b"x-headrace-cache-miss"
 STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
@@ -144,7 +145,7 @@ class GenerationResponse(Response):
     async def _send_complete(self, running: RunningRequest, response_format: Format, send: Send) -> None:
         pieces = response_format.response(await running.finish(), running)
         body, complete = take(pieces)
-        headers = [(b"content-type", b"application/json"), *self._ignored.headers()]
+        headers = [(b"content-type", b"application/json"), *self._more_headers(running)]
         if complete:  # else it is sent as it is made
             headers.append((b"content-length", b"%d" % len(body)))
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -152,6 +153,11 @@ class GenerationResponse(Response):
         while not complete:
             body, complete = await self._services.slices.next(pieces)
             await send(_part(body, last=complete))
+
+    def _more_headers(self, running: RunningRequest) -> list[tuple[bytes, bytes]]:
+        """What was ignored of the request, and why its prompt was not cached further."""
+        miss = running.cache_miss
+        return [*self._ignored.headers(), *([(MISS_HEADER, miss.public.encode())] if miss is not None else [])]
 
     async def _send_stream(self, running: RunningRequest, response_format: Format, send: Send) -> None:
         # The first byte is sent after the first token, so that refusals are proper HTTP errors.
@@ -163,7 +169,7 @@ class GenerationResponse(Response):
                 await send(_part(block))
 
         updates = await running.take(silence)
-        headers = [(b"content-type", response_format.media_type), *STREAM_HEADERS, *self._ignored.headers()]
+        headers = [(b"content-type", response_format.media_type), *STREAM_HEADERS, *self._more_headers(running)]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
             await slices.send(chain(response_format.head(), _chunks(response_format, updates)), send_block)

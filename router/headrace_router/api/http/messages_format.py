@@ -1,12 +1,13 @@
 """Anthropic's message objects and events."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import orjson
 
 from headrace_router.api.http.blocks import Added, Block, BlockReader, Closed, Opened
 from headrace_router.api.http.formats import EVENTS, dumps
+from headrace_router.core.cache_miss import MissReason, parting
 from headrace_router.core.errors import ApiError
 from headrace_router.dispatch.choice import LENGTH, TOOL_CALLS, ChoiceUpdate
 from headrace_router.dispatch.running_request import RunningRequest
@@ -36,7 +37,17 @@ class MessagesFormat:
     media_type = EVENTS
     keep_alive = b'event: ping\ndata: {"type": "ping"}\n\n'
 
-    def __init__(self, body: ChatBody, running: RunningRequest, ident: str, _created: int) -> None:
+    def __init__(
+        self,
+        body: ChatBody,
+        running: RunningRequest,
+        ident: str,
+        _created: int,
+        *,
+        diagnostics: Mapping[str, Any] | None = None,
+    ) -> None:
+        """diagnostics: of the request."""
+        self._diagnostics = diagnostics
         self._ident = f"msg_{ident}"
         self._model = body.model
         self._running = running
@@ -84,7 +95,27 @@ class MessagesFormat:
             "stop_reason": reason,
             "stop_sequence": stop,
             "usage": self._usage(),
+            "diagnostics": self._diagnosis(),
         }
+
+    def _diagnosis(self) -> dict[str, Any] | None:
+        """Why the cache did not have the whole prompt of the answer that the request names; null where it did.
+
+        See https://platform.claude.com/docs/en/build-with-claude/cache-diagnostics
+        """
+        request, visits = self._running.request, self._running.visits
+        named, turn = (self._diagnostics or {}).get("previous_message_id"), request.turn
+        if named is None or turn is None:
+            return None
+        visit = visits.get(named.removeprefix("msg_"), turn.tenant)
+        if visit is None:
+            return {"cache_miss_reason": {"type": "previous_message_not_found"}}
+        miss = parting(visit, turn, request.choices[0].blocks)
+        if miss is None:
+            return None
+        kind = "model_changed" if visit.model != turn.model else _MISSES.get(miss.reason, "unavailable")
+        tokens = {} if kind == "unavailable" else {"cache_missed_input_tokens": miss.tokens}
+        return {"cache_miss_reason": {"type": kind, **tokens}}
 
     def _usage(self) -> dict[str, int]:
         """`input_tokens` are those that were not cached, as this API counts them."""
@@ -97,6 +128,11 @@ class MessagesFormat:
         }
 
 
+_MISSES = {
+    MissReason.SYSTEM_CHANGED: "system_changed",
+    MissReason.TOOLS_CHANGED: "tools_changed",
+    MissReason.MESSAGE_CHANGED: "messages_changed",
+}
 _DELTAS = {
     "reasoning": ("thinking_delta", "thinking"),
     "text": ("text_delta", "text"),

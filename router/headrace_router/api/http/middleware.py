@@ -25,7 +25,12 @@ PUBLIC_PATHS = frozenset(
 METRICS = "/metrics"
 MESSAGES = "/v1/messages"
 OLLAMA = "/api/"
-EXPOSED_HEADERS = ("retry-after", "x-request-id", "x-headrace-ignored-fields")  # that pages may read, too
+EXPOSED_HEADERS = (
+    "retry-after",
+    "x-request-id",
+    "x-headrace-ignored-fields",
+    "x-headrace-cache-miss",
+)  # that pages may read, too
 
 log = structlog.get_logger("headrace.router.http")
 
