@@ -27,7 +27,9 @@ KEY = "a-key-of-a-tenant"
 def _client(harness: Any, **options: Any) -> anthropic.Anthropic:
     http: Any = httpx2.Client(trust_env=False, timeout=20)
     return anthropic.Anthropic(
-        **{"base_url": harness.url, "api_key": KEY, "max_retries": 0} | options, http_client=http
+        **{"base_url": harness.url, "api_key": KEY, "max_retries": 0} | options,
+        http_client=http,
+        _strict_response_validation=True,
     )
 
 

@@ -19,7 +19,7 @@ ANSWER = (
 
 
 def _client(harness: Any) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{harness.url}/v1", api_key="a-key", max_retries=0)
+    return openai.OpenAI(base_url=f"{harness.url}/v1", api_key="a-key", max_retries=0, _strict_response_validation=True)
 
 
 def _start(harness: Any, make_replica: Any, **options: Any) -> Any:
@@ -179,6 +179,9 @@ def test_a_stream_that_fails_ends_with_a_failed_response(harness: Any, make_repl
     name, data = last.split("\ndata: ")
     failed = json.loads(data)["response"]
     assert name == "event: response.failed" and failed["status"] == "failed" and failed["error"]["message"]
+    with _client(harness) as strict:
+        *_, event = strict.responses.create(model="tiny", input="x", stream=True)
+    assert event.type == "response.failed" and event.response.status == "failed"
 
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])

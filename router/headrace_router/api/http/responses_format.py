@@ -42,7 +42,8 @@ class ResponsesFormat:
             if isinstance(step, Opened):
                 yield from self._begin(step.block)
             elif isinstance(step, Added):
-                yield self._event(f"response.{_kind(step.block)}.delta", **self._place(step.block), delta=step.text)
+                added = {"delta": step.text, **({"logprobs": []} if step.block.kind == "text" else {})}
+                yield self._event(f"response.{_kind(step.block)}.delta", **self._place(step.block), **added)
             else:
                 yield from self._end(step.block, _status(step, update))
         self._finish = update.finish_reason or self._finish
@@ -54,7 +55,8 @@ class ResponsesFormat:
 
     def error(self, error: ApiError) -> bytes:
         """The response with its error."""
-        failure = {"code": error.code or "server_error", "message": error.message}
+        code = "rate_limit_exceeded" if error.status == 429 else "server_error"  # this API knows no other that fits
+        failure = {"code": code, "message": error.message}
         return self._event("response.failed", response={**self._response("failed"), "error": failure})
 
     def response(self, updates: Sequence[ChoiceUpdate], _running: RunningRequest) -> Iterator[bytes]:
@@ -113,7 +115,7 @@ class ResponsesFormat:
         prompt, output = running.request.prompt_tokens, running.completion_tokens
         usage = {
             "input_tokens": prompt,
-            "input_tokens_details": {"cached_tokens": running.cached_tokens},
+            "input_tokens_details": {"cached_tokens": running.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": output,
             "output_tokens_details": {"reasoning_tokens": running.reasoning_tokens},
             "total_tokens": prompt + output,
