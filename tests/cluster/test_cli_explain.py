@@ -22,6 +22,7 @@ DOCUMENT: dict[str, Any] = {
     "ahead_tokens": 7,
     "snapshot_tokens": 4,
     "covered_tokens": 8,
+    "cache_miss": {"reason": "evicted", "words": "evicted 4 s ago", "tokens": 2},
     "causes": [
         {"cause": "queue", "words": "waiting", "seconds": 1.5},
         {"cause": "rest", "words": "rest", "seconds": 0.0001},
@@ -53,6 +54,7 @@ def test_an_account_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines.pop(1) == (
         "started from a snapshot of recurrent state after 4 tokens; keys and values of 8 were cached"
     )
+    assert lines.pop(1) == "not cached further: evicted 4 s ago (2 tokens)"
     assert lines[1] == "    1.500 s  75.0%  waiting (behind 1 request, 7 tokens of their prompts)"
     assert lines[2:] == [
         "placed on m-0, of 2 candidates: predicted 0.400 s until the first token, 1.000 s of answer, others delayed by "
