@@ -95,28 +95,6 @@ class ChoiceUpdate:
         self.stop_string = later.stop_string
 
 
-class GivenAnswer:
-    """Collects what a client is given of an answer, as the template gets it with the next turn."""
-
-    def __init__(self) -> None:
-        self._pieces: list[str] = []
-        self._calls: dict[int, tuple[CallPart, list[str]]] = {}  # the first part, and all arguments
-
-    def add(self, update: ChoiceUpdate) -> None:
-        self._pieces += update.pieces
-        for index, part in (update.parsed.calls if update.parsed is not None else {}).items():
-            self._calls.setdefault(index, (part, []))[1].append(part.arguments)
-
-    def message(self) -> dict[str, Any]:
-        """The assistant's message, without its reasoning."""
-        calls = [
-            {"name": part.name, "arguments": template_arguments("".join(arguments), custom=part.custom)}
-            for part, arguments in self._calls.values()
-        ]
-        text = "".join(self._pieces)
-        return {"role": "assistant", "content": text, "tool_calls": [{"function": call} for call in calls]}
-
-
 def is_first(choice: ChoiceRequest) -> bool:
     """Whether it is the first of the choices of its prompt."""
     return choice.sampling.choice_index == 0
@@ -136,6 +114,9 @@ class Choice:
     ) -> None:
         """parser: where the answer is more than text. calls_before: in the chat. special: special tokens are text."""
         self.request = request
+        self._card = card
+        self._special = special
+        self._ended_by_token = False  # the last token has no text
         self._parser = parser
         self._reasoner = parser if parser is not None and parser.syntax.reasoning is not None else None
         self._calls_before = calls_before
@@ -162,6 +143,32 @@ class Choice:
     def reasoning_tokens(self) -> int:
         """The number of output tokens so far that are inside of the reasoning."""
         return self._reasoner.reasoning_tokens if self._reasoner is not None else 0
+
+    def message(self, parser: AnswerParser | None) -> dict[str, Any] | None:
+        """The complete answer as the template gets it with the next turn, without its reasoning.
+
+        parser: a new one, like that of the choice. None after a stop string: the client was given less than the tokens
+        say. The answer is read again as a whole, which costs less than to keep each piece.
+        """
+        if self._stops.matched:
+            return None
+        chars = parser.syntax.chars if parser is not None else None
+        stream = self._card.tokens.stream(self.request.prompt_token_ids, chars, special=self._special)
+        text = stream.push(self.output_token_ids[: -1 if self._ended_by_token else None])
+        calls: list[tuple[CallStart, list[str]]] = []
+        if parser is not None:
+            events = [*parser.push(text), *parser.finish(cut=self.finish_reason == LENGTH)]
+            text = "".join(event.text for event in events if isinstance(event, Text))
+            for event in events:
+                if isinstance(event, CallStart):
+                    calls.append((event, []))
+                elif isinstance(event, Args):
+                    calls[-1][1].append(event.text)
+        found = [
+            {"function": {"name": call.name, "arguments": template_arguments("".join(parts), custom=call.custom)}}
+            for call, parts in calls
+        ]
+        return {"role": "assistant", "content": text, "tool_calls": found}
 
     @property
     def lacks_prompt_logprobs(self) -> bool:
@@ -190,6 +197,7 @@ class Choice:
             self._finish(update, finish, error)
             if ending and not self.failure:
                 self.output_token_ids.append(token_ids[-1])
+                self._ended_by_token = True
                 update.token_ids.append(token_ids[-1])
                 if logprobs:
                     update.ending = logprobs[len(token_ids) - 1]

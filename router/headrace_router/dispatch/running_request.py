@@ -4,9 +4,8 @@ import asyncio
 import random
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any
 
 import structlog
 
@@ -20,7 +19,7 @@ from headrace_router.core.errors import ApiError, InternalError
 from headrace_router.core.placement import Decision, Placed, Placement
 from headrace_router.core.replica_state import ReplicaState
 from headrace_router.core.retry import RetryState
-from headrace_router.dispatch.choice import Choice, ChoiceUpdate, GivenAnswer, is_first
+from headrace_router.dispatch.choice import Choice, ChoiceUpdate, is_first
 from headrace_router.dispatch.prepare import GenerationRequest
 from headrace_router.dispatch.router_metrics import ChoiceMetrics, RouterMetrics
 from headrace_router.text.answer_memory import key_after, message_digest
@@ -272,12 +271,15 @@ class RunningRequest:
             self.cache_miss = self.account.cache_miss = miss
             self._metrics.cache_missed.labels(turn.model, miss.reason).inc(miss.tokens)
 
-    def answered(self, message: Mapping[str, Any], token_ids: Sequence[int], replica_id: str | None) -> None:
-        """The client was given this message. replica_id: of the first choice; None: it is another one."""
+    def answered(self, choice: Choice, replica_id: str) -> None:
+        """A choice is complete: later turns of the conversation repeat it. replica_id: where its KV blocks are."""
+        turn, parser = self.request.turn, self.request.parser
+        message = choice.message(parser() if parser is not None else None) if turn is not None else None
+        if turn is None or message is None:
+            return
         if self.request.remember is not None:
-            self.request.remember(message, token_ids)
-        turn = self.request.turn
-        if turn is not None and replica_id is not None:
+            self.request.remember(message, choice.output_token_ids)
+        if not choice.request.index:
             digest = message_digest(message)
             end = key_after(turn.keys[-1], digest)
             self.visits.add(self.account.answer_id, turn, (digest, end), self.request.choices[0].blocks, replica_id)
@@ -309,8 +311,6 @@ class _ClientQueue:
     def __init__(self, running: RunningRequest, choice: Choice) -> None:
         self._running = running
         self._choice = choice
-        self._given = GivenAnswer() if running.request.turn is not None else None
-        self._stopped = False  # by a stop string: the client was given less than the tokens say
         self._placed: Placed[ModelCard] | None = None
 
     def placed(self, placed: Placed[ModelCard]) -> None:
@@ -330,9 +330,6 @@ class _ClientQueue:
             choice.prompt_logprobs = list(attempt.prompt_logprobs)
         update = choice.consume(token_ids, logprobs, finish, error)
         if update is not None:
-            if self._given is not None:
-                self._given.add(update)
-                self._stopped |= update.stop_string is not None
             self._running.add_update(update)
 
     def left(self, replica_id: str, outcome: Outcome, begun: bool) -> None:
@@ -341,9 +338,8 @@ class _ClientQueue:
             log.info("stream moves", request=request.label, choice=request.index, lost=replica_id)
 
     def ended(self, attempt: Attempt | None, failure: Exception | None) -> None:
-        if self._given is not None and self._placed is not None and failure is None and not self._stopped:
-            replica_id = self._placed.replica.replica_id if not self._choice.request.index else None
-            self._running.answered(self._given.message(), self._choice.output_token_ids, replica_id)
+        if self._placed is not None and failure is None:
+            self._running.answered(self._choice, self._placed.replica.replica_id)
         self._running.choice_ended(failure)
 
 
