@@ -4,6 +4,7 @@ import contextlib
 import http.client
 import json
 import ssl
+import urllib.parse
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,13 +62,39 @@ class ApiClient:
             raise SpecError("an API key consists of printable ASCII characters; this one has others")
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
+    @property
+    def url(self) -> str:
+        """As other programs write it, without a path."""
+        return f"{'https' if self._tls is not None else 'http'}://{host_port(self._host, self._port)}"
+
     def models(self) -> list[str]:
         """Model names for requests."""
-        with self._request("GET", "/v1/models", None, TIMEOUT_SECONDS) as response:
+        return [str(entry["id"]) for entry in self.described()]
+
+    def described(self) -> list[dict[str, Any]]:
+        """The models, as the API lists them."""
+        found = self._json("GET", "/v1/models", None, TIMEOUT_SECONDS).get("data")
+        if not isinstance(found, list) or not all(isinstance(entry, dict) and "id" in entry for entry in found):
+            raise ServerError(_NOT_THE_API)
+        return found
+
+    def describe(self, model: str) -> dict[str, Any]:
+        """The model with this name or alias."""
+        return self._json("GET", f"/v1/models/{urllib.parse.quote(model)}", None, TIMEOUT_SECONDS)
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """The whole answer to a request of any of the APIs."""
+        return self._json("POST", path, body, STREAM_SECONDS)
+
+    def _json(self, method: str, path: str, body: dict[str, Any] | None, timeout: float) -> dict[str, Any]:
+        with self._request(method, path, body, timeout) as response:
             try:
-                return [str(entry["id"]) for entry in json.load(response)["data"]]
-            except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
+                found = json.load(response)
+            except (OSError, http.client.HTTPException, ValueError) as error:
                 raise ServerError(_NOT_THE_API) from error
+        if not isinstance(found, dict):
+            raise ServerError(_NOT_THE_API)
+        return found
 
     def chat(self, body: dict[str, Any]) -> Generator[ChatDelta, None, None]:
         """The answer as it arrives. Closing the generator closes the connection, which ends the request at the server.

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from headrace_cluster.cli import accuracy, chat, logs, project, replicas, starting, status, stop
+from headrace_cluster.cli import accuracy, agents, chat, logs, project, replicas, starting, status, stop
 from headrace_cluster.simulator import cli as simulating
 
 app = typer.Typer(
@@ -18,7 +18,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for module in (starting, chat, status, logs, replicas, stop, accuracy, simulating, project):
+for module in (starting, chat, agents, status, logs, replicas, stop, accuracy, simulating, project):
     app.add_typer(module.app)
 
 

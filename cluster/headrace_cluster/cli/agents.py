@@ -1,0 +1,219 @@
+"""`headrace launch`: a coding agent that uses the models of a server, set up by its arguments and environment alone."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from headrace_base.errors import HeadraceError
+from headrace_cluster.cli import options as o
+from headrace_cluster.cli.api_client import ApiClient, api_client
+from headrace_cluster.cli.servers import ServerChoice, choose
+from headrace_cluster.launch.display import show_message
+from headrace_cluster.local import state
+from headrace_cluster.spec.settings import from_environment
+
+LEAST_CONTEXT = 32 << 10  # tokens: the first prompts of agents have 20,000 and more
+ANSWER_TOKENS = 8 << 10  # of the context, at most, that opencode leaves to an answer
+READY = "Talk to it"  # in the last message of a start
+KEY_VARIABLE = "HEADRACE_API_KEY"
+NO_KEY = "none"  # where the server needs no key: agents insist on one
+
+app = typer.Typer(rich_markup_mode=None)
+
+
+class LaunchError(HeadraceError):
+    """The agent is not installed, or the server could not be started for it."""
+
+
+class AgentName(StrEnum):
+    CODEX = "codex"
+    CLAUDE = "claude"
+    OPENCODE = "opencode"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What the agent uses. url: of the server, without /v1. context: tokens; None if it is not known."""
+
+    url: str
+    model: str
+    key: str
+    context: int | None
+    ca: Path | None = None  # authorities of the server's certificate
+
+
+INSTALL = {
+    AgentName.CODEX: "npm install -g @openai/codex",
+    AgentName.CLAUDE: "npm install -g @anthropic-ai/claude-code",
+    AgentName.OPENCODE: "npm install -g opencode-ai",
+}
+
+
+def command_of(agent: AgentName, target: Target, arguments: Sequence[str]) -> list[str]:
+    """The command line; codex takes its settings there, so that its config.toml stays as it is."""
+    if agent is not AgentName.CODEX:
+        return [agent, *arguments]
+    provider = {"name": "Headrace", "base_url": f"{target.url}/v1", "wire_api": "responses", "env_key": KEY_VARIABLE}
+    table = ", ".join(f"{name}={json.dumps(value)}" for name, value in provider.items())
+    settings = {
+        "model": json.dumps(target.model),
+        "model_provider": '"headrace"',
+        "model_providers.headrace": f"{{{table}}}",
+        **({"model_context_window": str(target.context)} if target.context else {}),
+    }
+    return [agent, *(part for name, value in settings.items() for part in ("-c", f"{name}={value}")), *arguments]
+
+
+def variables_of(agent: AgentName, target: Target) -> dict[str, str]:
+    """Variables of the agent's environment."""
+    found = {"SSL_CERT_FILE": str(target.ca), "NODE_EXTRA_CA_CERTS": str(target.ca)} if target.ca else {}
+    if agent is AgentName.CODEX:
+        return {**found, KEY_VARIABLE: target.key}
+    if agent is AgentName.OPENCODE:
+        limit = {}
+        if target.context:
+            limit = {"limit": {"context": target.context, "output": min(ANSWER_TOKENS, target.context // 4)}}
+        provider = {
+            "npm": "@ai-sdk/openai-compatible",
+            "name": "Headrace",
+            "options": {"baseURL": f"{target.url}/v1", "apiKey": target.key},
+            "models": {target.model: {"name": target.model, **limit}},
+        }
+        chosen = f"headrace/{target.model}"
+        config = {"provider": {"headrace": provider}, "model": chosen, "small_model": chosen}
+        return {**found, "OPENCODE_CONFIG_CONTENT": json.dumps(config)}
+    models: tuple[str, ...] = ("ANTHROPIC_MODEL", "ANTHROPIC_SMALL_FAST_MODEL")
+    models += tuple(f"ANTHROPIC_DEFAULT_{name}_MODEL" for name in ("OPUS", "SONNET", "HAIKU"))
+    return {
+        **found,
+        **dict.fromkeys(models, target.model),
+        "ANTHROPIC_BASE_URL": target.url,
+        "ANTHROPIC_AUTH_TOKEN": target.key,
+        "ANTHROPIC_API_KEY": "",  # another one would be preferred
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        **({"CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(target.context)} if target.context else {}),
+    }
+
+
+def test_call(agent: AgentName, model: str) -> tuple[str, dict[str, Any]]:
+    """Path and body of a request such as the agent sends, for one token."""
+    asked = [{"role": "user", "content": "Hi"}]
+    if agent is AgentName.CODEX:
+        return "/v1/responses", {"model": model, "input": asked, "max_output_tokens": 1, "store": False}
+    path = "/v1/messages" if agent is AgentName.CLAUDE else "/v1/chat/completions"
+    return path, {"model": model, "messages": asked, "max_tokens": 1}
+
+
+class _Command(TyperCommand):
+    """What follows `--` is for the agent, whatever it looks like."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        place = args.index("--") if "--" in args else len(args)
+        ctx.meta["arguments"] = args[place + 1 :]
+        return super().parse_args(ctx, args[:place])
+
+
+@app.command(cls=_Command, epilog="What follows -- is for the agent: headrace launch codex -- exec 'Fix the tests'")
+@o.takes_server()
+def launch(
+    choice: ServerChoice,
+    context: typer.Context,
+    agent: Annotated[AgentName, typer.Argument(help="The program, which must be installed.")],
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="[default: the server's first]; without a server, what serve takes."),
+    ] = None,
+    host: Annotated[str | None, typer.Option("--host", help="Of a server elsewhere, with --port.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option("--api-key", envvar="HEADRACE_API_KEY", help="Key of the API, if it needs one.")
+    ] = None,
+    ca: Annotated[
+        Path | None, typer.Option("--ca", envvar="HEADRACE_CA", help="Authorities of the server's certificate (PEM).")
+    ] = None,
+) -> None:
+    """Run a coding agent with a model of a running server, or of one that is started for it.
+
+    Its settings are in its environment and arguments: no file is written or changed.
+    """
+    if shutil.which(agent) is None:
+        raise LaunchError(f"{agent} is not installed, or not in PATH; one way: {INSTALL[agent]}")
+    host = host or from_environment(os.environ).get("host")
+    arguments = context.meta["arguments"]
+    server = choose(choice, state.running()) if host is None else None
+    named = choice.given and not choice.given.startswith("HEADRACE_")  # a variable is also for the server that starts
+    if host is not None or server is not None or named:
+        client = api_client(choice, host, api_key, ca=ca)
+        certificate = ca or (Path(server.tls_cert) if server is not None and server.tls_cert else None)
+        raise typer.Exit(_run(agent, _target(agent, client, model, api_key, certificate), arguments))
+    with _started(model) as client:
+        code = _run(agent, _target(agent, client, None, None, None), arguments)
+    raise typer.Exit(code)
+
+
+def _target(agent: AgentName, client: ApiClient, model: str | None, key: str | None, ca: Path | None) -> Target:
+    """The model and its context, after a request for one token. model: None = the first one."""
+    listed = client.described()
+    entry = client.describe(model) if model is not None else listed[0]
+    length = entry.get("max_model_len")
+    if length is not None and length < LEAST_CONTEXT:
+        show_message(
+            f"the context of {entry['id']} has {length} tokens, and the first prompts of agents have 20,000 and more: "
+            f"start the server with --max-model-len {2 * LEAST_CONTEXT}, or as many as the model takes",
+            "warning",
+        )
+    client.post(*test_call(agent, str(entry["id"])))
+    return Target(client.url, str(entry["id"]), key or NO_KEY, length, ca)
+
+
+def _run(agent: AgentName, target: Target, arguments: Sequence[str]) -> int:
+    """Runs the agent to its end; its exit code."""
+    show_message(f"{agent} uses {target.model} of {target.url}")
+    environment = {**os.environ, **variables_of(agent, target)}
+    process = subprocess.Popen(command_of(agent, target, arguments), env=environment)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the agent
+    try:
+        return process.wait()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _started(model: str | None) -> Iterator[ApiClient]:
+    """A server for this agent; it is stopped at the end. Raises LaunchError."""
+    show_message("no server runs here: one is started, and stopped when the agent ends")
+    command = [sys.executable, "-m", "headrace_cluster", "serve", *([model] if model is not None else [])]
+    nothing, pipe = subprocess.DEVNULL, subprocess.PIPE
+    process = subprocess.Popen(command, text=True, start_new_session=True, stdin=nothing, stdout=nothing, stderr=pipe)
+    ready, messages = threading.Event(), process.stderr
+
+    def show() -> None:
+        """Its messages, until it is ready."""
+        for line in messages or ():
+            if not ready.is_set():
+                print(line, end="", file=sys.stderr, flush=True)
+            if READY in line:
+                ready.set()
+
+    threading.Thread(target=show, daemon=True).start()
+    try:
+        while not ready.wait(0.2):
+            if process.poll() is not None:
+                raise LaunchError("the server has ended; its messages are above")
+        server = next(server for server in state.running() if server.pid == process.pid)
+        yield api_client(ServerChoice(admin_port=server.admin_port, given="the server that was started"), None, None)
+    finally:
+        process.terminate()
+        process.wait()
