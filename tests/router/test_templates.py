@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from headrace_router.answer.parser import syntax_of
+from headrace_router.text.answer_memory import AnswerMemory, message_digest, message_keys
 from headrace_router.text.chat_template import ChatTemplate, ChatTemplateError
-from headrace_router.text.model_card import with_known_roles
+from headrace_router.text.model_card import LoadedTokenizer, ModelCard, with_known_roles
 from headrace_router.text.text_encoder import CLIENT, RenderedChat, UnmarkedChatError
 from headrace_router.text.turn_check import parting, turn_problem
+from support.router.fake_replica import FakeReplica
 
 PACKAGE = "llama-cpp-python==0.3.36"  # its source distribution contains llama.cpp's collection
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
@@ -215,3 +218,44 @@ def test_each_turn_of_a_loop_with_tools_extends_the_last_one_or_the_template_is_
             named.append(name)
             assert "once the user has answered" in problem, name
     assert len(families) > 10 and 10 < parts < 20 and len(named) > 8, (families, parts, named)
+
+
+def test_each_turn_of_a_loop_repeats_the_tokens_of_the_last_one(
+    templates: dict[str, str], tokenizer: Tokenizer
+) -> None:
+    """Of all templates whose turns extend each other: the tokens of an answer are those that the model wrote."""
+    loaded = LoadedTokenizer(tokenizer.to_str().encode())
+    turns, extended, cards = 0, 0, 0
+    for source in templates.values():
+        replica = FakeReplica(tokenizer, chat_template=source)
+        card, memory = ModelCard(replica.facts(), loaded), AnswerMemory()
+        if "once a tool has answered" in card.turn_problem:
+            continue
+        form, options = card.form({"tools": TOOLS}), {"tools": TOOLS}
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "Weather?"}]
+        before: list[int] = []
+        try:
+            for turn in range(20):
+                keys = message_keys(b"root", [*map(message_digest, messages)])
+                chat = card.chat(messages, options, memory, keys)
+                if turn:
+                    turns += 1
+                    extended += chat.token_ids[: len(before)] == before
+                call = {**CALL, "id": f"call0{turn:04}"}
+                thought = {"reasoning_content": f"Thought {turn}."} if form.syntax.reasoning is not None else {}
+                answer = {"role": "assistant", "content": "Looking. " * (turn % 2), "tool_calls": [call], **thought}
+                known = with_known_roles([*messages, answer], form.template)
+                now = datetime.now()
+                prompt = form.template.render(known[:-1], now, options)
+                whole = form.template.render(known, now, {**options, "add_generation_prompt": False})
+                written = whole.rstrip()[len(prompt) :]
+                ids = replica.spelling(written)
+                assert chat.place is not None and whole.startswith(prompt)
+                memory.add(chat.place, answer, ids)
+                before = [*chat.token_ids, *ids]
+                result = {"role": "tool", "tool_call_id": call["id"], "name": "get_weather", "content": "sunny"}
+                messages += [answer, result]
+        except (ChatTemplateError, AssertionError):
+            continue  # it takes no such messages, or writes the prompt in another way once it is answered
+        cards += 1
+    assert cards > 40 and extended >= 0.99 * turns, (cards, turns, extended)

@@ -300,14 +300,15 @@ class TextEncoder:
             strings = chat.strings()
             if self._control.are_spelled([*strings, "".join(strings)]):
                 raise
-            return self._plain(chat.text)
+            origins = ""  # of no matter: no text of the client can become a control token
         ids: list[int] = []
         place = 0
-        for part in known:
-            ids += self._encode(chat.text[place : part.start], origins[place : part.start], "messages")
+        for part in (*known, Known(len(chat.text), len(chat.text), ())):
+            text = chat.text[place : part.start]
+            ids += self._encode(text, origins[place : part.start], "messages") if origins else self._plain(text)
             ids += part.token_ids
             place = part.end
-        return ids + self._encode(chat.text[place:], origins[place:], "messages")
+        return ids
 
     def _plain(self, text: str) -> list[int]:
         self._check_growth(text)
