@@ -121,6 +121,24 @@ def test_a_turn_repeats_the_tokens_of_the_last_one(harness: Any, make_replica: A
     assert after[len(before) + len(spelled)] == 2, "the token that ends the answer"
 
 
+def test_a_long_answer_is_repeated_too(harness: Any, make_replica: Any, eventually: Any) -> None:
+    """It is read again in a thread."""
+    text = "word " * 600
+    replica = make_replica(reply=text, chat_template=TOOL_TEMPLATE, max_model_len=40_000, spelled=True)
+    harness.start([replica])
+    with harness.client() as client:
+
+        def kept() -> bool:
+            body = {"model": "tiny", "messages": [USER, {"role": "assistant", "content": text}, USER], "max_tokens": 1}
+            client.post("/v1/chat/completions", json=body).raise_for_status()
+            spelled, found = replica.spelling(text.strip()), list(replica.submits[-1].prompt_token_ids)
+            return any(found[place : place + len(spelled)] == spelled for place in range(40))
+
+        assert not kept()
+        client.post("/v1/chat/completions", json={"model": "tiny", "messages": [USER]}).raise_for_status()
+        eventually(kept)
+
+
 def _turns(path: str, ask: Any, stream: bool) -> tuple[Any, Any]:
     """Two turns of a loop with a tool, as a client of this API makes them."""
     schema = {"type": "object", "properties": {"city": {"type": "string"}}}

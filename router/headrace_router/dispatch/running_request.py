@@ -4,8 +4,10 @@ import asyncio
 import random
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
+from typing import Any
 
 import structlog
 
@@ -13,7 +15,7 @@ from headrace_proto.replica_pb2 import TokenLogprobs
 from headrace_router.config import RouterConfig
 from headrace_router.core.account import Cause, Recorder, TimeAccount
 from headrace_router.core.attempt import Attempt, Outcome
-from headrace_router.core.cache_miss import CacheMiss, Visits
+from headrace_router.core.cache_miss import CacheMiss, Conversation, Visits
 from headrace_router.core.choice_run import ChoiceRun, RunListener
 from headrace_router.core.errors import ApiError, InternalError
 from headrace_router.core.placement import Decision, Placed, Placement
@@ -26,6 +28,7 @@ from headrace_router.text.answer_memory import key_after, message_digest
 from headrace_router.text.model_card import ModelCard
 
 SLICE_SECONDS = 0.002  # slice of the event loop's time, to begin choices
+SHORT_TOKENS = 2048  # of an answer that is read again at once: about a millisecond
 
 log = structlog.get_logger("headrace.router.generation")
 
@@ -272,10 +275,22 @@ class RunningRequest:
             self._metrics.cache_missed.labels(turn.model, miss.reason).inc(miss.tokens)
 
     def answered(self, choice: Choice, replica_id: str) -> None:
-        """A choice is complete: later turns of the conversation repeat it. replica_id: where its KV blocks are."""
-        turn, parser = self.request.turn, self.request.parser
-        message = choice.message(parser() if parser is not None else None) if turn is not None else None
-        if turn is None or message is None:
+        """A choice is complete: later turns of the conversation repeat it. replica_id: where its KV blocks are.
+
+        A long answer is read again in a thread.
+        """
+        turn, make_parser = self.request.turn, self.request.parser
+        if turn is None:
+            return
+        read = partial(choice.message, make_parser() if make_parser is not None else None)
+        if len(choice.output_token_ids) <= SHORT_TOKENS:
+            self._remember(turn, choice, replica_id, read())
+            return
+        reading = asyncio.get_running_loop().run_in_executor(None, read)
+        reading.add_done_callback(lambda done: self._remember(turn, choice, replica_id, done.result()))
+
+    def _remember(self, turn: Conversation, choice: Choice, replica_id: str, message: Mapping[str, Any] | None) -> None:
+        if message is None:
             return
         if self.request.remember is not None:
             self.request.remember(message, choice.output_token_ids)
