@@ -196,6 +196,8 @@ def test_anthropics_clients_read_it_as_diagnostics(harness: Any, make_replica: A
     with harness.client() as client:
         first = ask(client, [user], None)
         assert first["diagnostics"] is None
+        account = harness.router.services.accounts.get(first["id"])
+        assert account is not None and account.output_tokens == first["usage"]["output_tokens"]
         messages: list[Any] = [user, {"role": "assistant", "content": first["content"]}, user]
         assert ask(client, messages, first["id"])["diagnostics"] is None
         assert reason(ask(client, messages, "msg_unknown")) == "previous_message_not_found"
