@@ -96,7 +96,7 @@ class RouterServer:
             slices=WorkSlices(),
             turns=Turns(),
             accounts=AccountTable(),
-            visits=Visits(lambda replica_id: any(replica.replica_id == replica_id for replica in fleet.replicas)),
+            visits=Visits(lambda holder: any(replica.build == holder for replica in fleet.replicas)),
         )
         if index is not None:
             index.on_drop = self.services.visits.dropped

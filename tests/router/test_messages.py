@@ -1,6 +1,7 @@
 """Anthropic's Messages API, by its official client, against a replica that answers with a given text."""
 
 import json
+import re
 from typing import Any
 
 import anthropic
@@ -59,7 +60,7 @@ def test_streamed_is_whole(harness: Any, make_replica: Any, tokens: int) -> None
             kinds = [event.type for event in stream]
             streamed = stream.get_final_message()
     thought, text, weather, time = _content(whole)
-    assert thought == {"type": "thinking", "thinking": 'I need "tools".', "signature": ""}
+    assert thought == {"type": "thinking", "thinking": 'I need "tools".', "signature": "headrace"}
     assert text == {"type": "text", "text": "Let me look."}
     assert weather == {"type": "tool_use", "name": "get_weather", "input": {"city": "Zürich 🙂"}}
     assert time == {"type": "tool_use", "name": "get_time", "input": {}}
@@ -150,6 +151,9 @@ def test_keys_and_errors_have_the_form_of_this_api(harness: Any, make_replica: A
         ({"messages": []}, "messages"),
         ({"max_tokens": None}, "'max_tokens' is required."),
         ({"max_tokens": 0}, "'max_tokens' is not valid"),
+        ({"stop": ["x"]}, "'stop' is no field of this API; send 'stop_sequences'"),
+        ({"seed": 7}, "'seed' is no field of this API."),
+        ({"tool_choice": {"type": "any"}}, "'tool_choice' needs a tool"),
         ({"mcp_servers": [{"url": "x"}]}, "'mcp_servers' is not supported"),
         ({"tool_choice": {"type": "tool"}, "tools": [WEATHER]}, "'tool_choice.name' is required"),
         ({"tool_choice": {"type": "tool", "name": "other"}, "tools": [WEATHER]}, "'other', which is not in 'tools'"),
@@ -191,7 +195,7 @@ def test_what_is_left_out_is_named_in_a_header(shared: Any) -> None:
         answer = client.post("/v1/messages?beta=true", json=body, headers={"anthropic-version": "2023-06-01"})
     assert answer.status_code == 200, answer.text
     named = answer.headers["x-headrace-ignored-fields"].split(", ")
-    assert sorted(named) == ["context_management", "tools[0].web_search_20250305"]
+    assert sorted(named) == ["context_management", "max_reasoning_tokens", "tools[0].web_search_20250305"]
 
 
 def test_a_budget_of_thinking_that_cannot_be_enforced_is_named(harness: Any, make_replica: Any) -> None:
@@ -210,3 +214,47 @@ def test_a_stream_that_fails_ends_with_an_error_event(harness: Any, make_replica
     with harness.client() as client:
         *_, last = client.post("/v1/messages", json=body).text.strip().split("\n\n")
     assert last.startswith("event: error\n") and '"type":"api_error"' in last
+
+
+def test_the_text_may_follow_a_schema(harness: Any, make_replica: Any) -> None:
+    replica = _start(harness, make_replica, reply="{}")
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}}
+    wanted = {"format": {"type": "json_schema", "schema": schema}, "effort": "low"}
+    body = {"model": "tiny", "max_tokens": 50, "messages": ASKED}
+    with harness.client() as client:
+        for fields in ({"output_config": wanted}, {"output_format": wanted["format"]}):
+            answer = client.post("/v1/messages", json=body | fields)
+            assert answer.status_code == 200 and "x-headrace-ignored-fields" not in answer.headers, answer.text
+            assert '"integer"' in replica.submits[-1].grammar
+        faulty = {"output_format": {"type": "json_schema", "schema": {"type": "no such type"}}}
+        error = client.post("/v1/messages", json=body | faulty).json()["error"]
+    assert "'output_config.format'" in error["message"]
+
+
+def test_a_prompt_that_is_too_long_is_said_in_words_that_clients_read(shared: Any) -> None:
+    """Claude Code shortens the conversation then, and goes on."""
+    body = {"model": "tiny", "max_tokens": 5, "messages": [{"role": "user", "content": "word " * 400}]}
+    with shared.client() as client:
+        error = client.post("/v1/messages", json=body).json()["error"]
+    assert re.fullmatch(r"prompt is too long: \d+ tokens > 255 maximum", error["message"]), error
+
+
+def test_a_conversation_that_began_elsewhere_goes_on(harness: Any, make_replica: Any) -> None:
+    """Calls of a provider's own tools are left out, and an image in a result is told of; both are named."""
+    replica = _start(harness, make_replica, reply="hi")
+    search = {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}}
+    found = {"type": "web_search_tool_result", "tool_use_id": "s", "content": []}
+    call = {"type": "tool_use", "id": "t", "name": "look", "input": {}}
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
+    messages = [
+        *ASKED,
+        {"role": "assistant", "content": [search, found, {"type": "text", "text": "I look."}, call]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [image]}]},
+    ]
+    with harness.client() as client:
+        answer = client.post("/v1/messages", json={"model": "tiny", "max_tokens": 5, "messages": messages})
+    assert answer.status_code == 200, answer.text
+    named = answer.headers["x-headrace-ignored-fields"]
+    for part in ("server_tool_use", "web_search_tool_result", "messages[2].content[0].content[0].image"):
+        assert part in named
+    assert "[image: only text can be read here]" in _prompt(replica) and "I look." in _prompt(replica)

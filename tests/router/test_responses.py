@@ -130,7 +130,7 @@ def test_a_schema_of_the_text_is_followed(harness: Any, make_replica: Any) -> No
         ({"conversation": "c"}, "'conversation' is not supported"),
         ({"background": True}, "'background' is not supported"),
         ({"store": True}, "'store' may only be false"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "'input[0]' is a reference"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "'input[0]' refers to an item of an earlier answer"),
         ({"input": [{"type": "hologram"}]}, "'input[0]' has the type 'hologram'"),
         ({"input": [{"role": "boss", "content": "x"}]}, "'input[0].role' must be"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "reads and answers text only"),
@@ -219,3 +219,45 @@ def test_a_stream_whose_replica_is_lost_inside_of_a_call_goes_on(
     assert lost.submits and any(submit.output_token_ids for submit in well.submits), "one stream has moved"
     assert all(one[:2] == streams[0][:2] and len(one[1]) >= 3 for one in streams)
     assert all(len(one[2]) == (len(one[1]) if path == "/v1/responses" else 0) for one in streams)
+
+
+def test_tools_in_a_namespace_are_offered_and_called(harness: Any, make_replica: Any) -> None:
+    """As Codex groups the tools of a server of MCP."""
+    call = '<tool_call>\n{"name": "mcp__zoo__look", "arguments": {"at": "zebra"}}\n</tool_call>'
+    replica = _start(harness, make_replica, reply=call)
+    look = {"type": "function", "name": "look", "parameters": {"type": "object"}, "strict": False}
+    body: dict[str, Any] = {"model": "tiny", "tools": [{"type": "namespace", "name": "mcp__zoo", "tools": [look]}]}
+    with harness.client() as client:
+        answer = client.post("/v1/responses", json={**body, "input": "x"})
+        (item,) = answer.json()["output"]
+        assert (item["type"], item["name"], item["namespace"]) == ("function_call", "look", "mcp__zoo")
+        assert "x-headrace-ignored-fields" not in answer.headers
+        output = {"type": "function_call_output", "call_id": item["call_id"], "output": "striped"}
+        client.post("/v1/responses", json={**body, "input": [{"role": "user", "content": "x"}, item, output]})
+    assert '"name": "mcp__zoo__look"' in _prompt(replica) and "striped" in _prompt(replica)
+
+
+def test_reasoning_comes_back_in_the_form_that_was_asked_for(harness: Any, make_replica: Any) -> None:
+    """Clients that keep no reasoning text give `encrypted_content` back as it was."""
+    replica = _start(harness, make_replica, reply="<think>\nI need it.\n</think>\n\nhi")
+    body: dict[str, Any] = {"model": "tiny", "include": ["reasoning.encrypted_content"]}
+    with harness.client() as client:
+        thought, said = client.post("/v1/responses", json={**body, "input": "x"}).json()["output"]
+        bare = {
+            "type": "reasoning",
+            "id": thought["id"],
+            "summary": [],
+            "encrypted_content": thought["encrypted_content"],
+        }
+        client.post("/v1/responses", json={**body, "input": [bare, said, {"role": "user", "content": "y"}]})
+        assert "<think>I need it.</think>hi" in _prompt(replica)
+        foreign = {**bare, "encrypted_content": "gAAAA"}
+        again = client.post("/v1/responses", json={**body, "input": [foreign, said, {"role": "user", "content": "y"}]})
+    assert again.status_code == 200 and "I need it" not in _prompt(replica)
+
+
+def test_items_of_tools_that_a_provider_ran_are_left_out(shared: Any) -> None:
+    items = [{"type": "web_search_call", "id": "ws_1", "status": "completed"}, {"role": "user", "content": "x"}]
+    with shared.client() as client:
+        answer = client.post("/v1/responses", json={"model": "tiny", "input": items, "max_output_tokens": 5})
+    assert answer.status_code == 200 and answer.headers["x-headrace-ignored-fields"] == "input[0].web_search_call"

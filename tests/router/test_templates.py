@@ -259,3 +259,23 @@ def test_each_turn_of_a_loop_repeats_the_tokens_of_the_last_one(
             continue  # it takes no such messages, or writes the prompt in another way once it is answered
         cards += 1
     assert cards > 40 and extended >= 0.99 * turns, (cards, turns, extended)
+
+
+def test_system_messages_later_on_and_users_in_a_row_are_rendered(templates: dict[str, str]) -> None:
+    """As Claude Code and Codex send them: each text is in the prompt, whatever the template does with such messages."""
+    orders = (("system", "user", "system", "user"), ("system", "user", "assistant", "system", "user"), ("user", "user"))
+    rendered = 0
+    for name, source in templates.items():
+        template = ChatTemplate(source, SPECIAL)
+        for roles in orders:
+            texts = [f"t{place}t" for place in range(len(roles))]
+            messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+            lead = messages[:2] if roles[0] == "system" else messages[:1]
+            try:
+                template.render(with_known_roles(lead, template), datetime.now())
+            except ChatTemplateError:
+                continue  # it takes no such message at all
+            prompt = template.render(with_known_roles(messages, template), datetime.now())
+            assert all(text in prompt for text in texts), (name, roles, prompt[-300:])
+            rendered += 1
+    assert rendered > 180

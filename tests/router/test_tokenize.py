@@ -35,7 +35,7 @@ def test_a_text_and_a_chat_have_the_tokens_that_replicas_get(harness: Any, make_
 @pytest.mark.parametrize(
     ("path", "body", "said"),
     [
-        ("tokenize", {"model": "tiny"}, "'prompt' is required"),
+        ("tokenize", {"model": "tiny"}, "Send 'prompt', a text, or 'messages', a chat"),
         ("tokenize", {"model": "none", "prompt": "x"}, "'none' does not exist"),
         ("tokenize", {"model": "tiny", "prompt": "x", "pieces": True}, "pieces"),
         ("tokenize", {"model": "tiny", "messages": []}, "messages"),

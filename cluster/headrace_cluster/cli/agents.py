@@ -7,8 +7,9 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -21,12 +22,14 @@ from headrace_base.errors import HeadraceError
 from headrace_cluster.cli import options as o
 from headrace_cluster.cli.api_client import ApiClient, api_client
 from headrace_cluster.cli.servers import ServerChoice, choose
+from headrace_cluster.errors import NotRunningError
 from headrace_cluster.launch.display import show_message
 from headrace_cluster.local import state
 from headrace_cluster.spec.settings import from_environment
 
 LEAST_CONTEXT = 32 << 10  # tokens: the first prompts of agents have 20,000 and more
 ANSWER_TOKENS = 8 << 10  # of the context, at most, that opencode leaves to an answer
+START_SECONDS = 900.0  # that a server of this machine may take to start
 READY = "Talk to it"  # in the last message of a start
 KEY_VARIABLE = "HEADRACE_API_KEY"
 NO_KEY = "none"  # where the server needs no key: agents insist on one
@@ -150,11 +153,15 @@ def launch(
     """
     if shutil.which(agent) is None:
         raise LaunchError(f"{agent} is not installed, or not in PATH; one way: {INSTALL[agent]}")
+    for number in (signal.SIGTERM, signal.SIGHUP):  # so that what was started is stopped
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     host = host or from_environment(os.environ).get("host")
     arguments = context.meta["arguments"]
     server = choose(choice, state.running()) if host is None else None
     named = choice.given and not choice.given.startswith("HEADRACE_")  # a variable is also for the server that starts
     if host is not None or server is not None or named:
+        if server is not None:
+            _await(choice, api_key)
         client = api_client(choice, host, api_key, ca=ca)
         certificate = ca or (Path(server.tls_cert) if server is not None and server.tls_cert else None)
         raise typer.Exit(_run(agent, _target(agent, client, model, api_key, certificate), arguments))
@@ -170,8 +177,8 @@ def _target(agent: AgentName, client: ApiClient, model: str | None, key: str | N
     length = entry.get("max_model_len")
     if length is not None and length < LEAST_CONTEXT:
         show_message(
-            f"the context of {entry['id']} has {length} tokens, and the first prompts of agents have 20,000 and more: "
-            f"start the server with --max-model-len {2 * LEAST_CONTEXT}, or as many as the model takes",
+            f"the context of {entry['id']} has {length} tokens, and first prompts of agents may have 20,000: start the "
+            f"server with --max-model-len {2 * LEAST_CONTEXT}; a model that takes less cannot run all agents",
             "warning",
         )
     client.post(*test_call(agent, str(entry["id"])))
@@ -182,12 +189,29 @@ def _run(agent: AgentName, target: Target, arguments: Sequence[str]) -> int:
     """Runs the agent to its end; its exit code."""
     show_message(f"{agent} uses {target.model} of {target.url}")
     environment = {**os.environ, **variables_of(agent, target)}
-    process = subprocess.Popen(command_of(agent, target, arguments), env=environment)
+    try:
+        process = subprocess.Popen(command_of(agent, target, arguments), env=environment)
+    except OSError as error:
+        raise LaunchError(f"{agent} cannot be run: {error.strerror}") from error
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the agent
     try:
         return process.wait()
     finally:
         signal.signal(signal.SIGINT, before)
+        process.terminate()  # where a signal has ended the wait
+
+
+def _await(choice: ServerChoice, api_key: str | None) -> None:
+    """Waits for a server of this machine that is starting, until it has a model that is ready."""
+    end, told = time.monotonic() + START_SECONDS, False
+    while (server := choose(choice, state.running())) is not None and time.monotonic() < end:
+        with suppress(NotRunningError):
+            if not server.starting and api_client(choice, None, api_key).ready():
+                return
+        if not told:
+            show_message("the server is still starting: waiting for it")
+            told = True
+        time.sleep(0.5)
 
 
 @contextmanager

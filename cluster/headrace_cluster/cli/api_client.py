@@ -82,6 +82,14 @@ class ApiClient:
         """The model with this name or alias."""
         return self._json("GET", f"/v1/models/{urllib.parse.quote(model)}", None, TIMEOUT_SECONDS)
 
+    def ready(self) -> bool:
+        """Whether a model is served. Raises NotRunningError where nothing answers yet."""
+        try:
+            self._json("GET", "/health/ready", None, TIMEOUT_SECONDS)
+        except ServerError:
+            return False
+        return True
+
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """The whole answer to a request of any of the APIs."""
         return self._json("POST", path, body, STREAM_SECONDS)
@@ -176,7 +184,10 @@ def api_client(
     if scheme not in ("", "http", "https"):
         raise SpecError(f"--host is HOST, http://HOST or https://HOST, not '{host}'")
     tls = trusted(ca, client_cert) if scheme == "https" or (ca is not None and not scheme) else None
-    return ApiClient(name.rstrip("/"), choice.port or DEFAULT_PORT, api_key, tls)
+    name, _, port = name.partition("/")[0].partition(":") if name.count(":") == 1 else (name.partition("/")[0], "", "")
+    if port and not (port.isascii() and port.isdigit() and int(port) < 1 << 16):
+        raise SpecError(f"--host is HOST, HOST:PORT, http://HOST or https://HOST, not '{host}'")
+    return ApiClient(name, choice.port or int(port or DEFAULT_PORT), api_key, tls)
 
 
 def _delta(data: str) -> ChatDelta:

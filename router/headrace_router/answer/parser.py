@@ -88,8 +88,8 @@ class Syntax:
 
     @property
     def closes_by_token(self) -> bool:
-        """Whether the reasoning of this model, if it has any, ends with a token that nothing else is written with."""
-        return self.reasoning is None or MARKER.split(self.reasoning.written[1])[1] in self.tokens
+        """Whether this model reasons, and its reasoning ends with a token that nothing else is written with."""
+        return self.reasoning is not None and MARKER.split(self.reasoning.written[1])[1] in self.tokens
 
     def compiled(self, pattern: str) -> "regex.Pattern[str]":
         """The compiled pattern of a row."""

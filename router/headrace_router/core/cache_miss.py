@@ -2,9 +2,9 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -66,11 +66,25 @@ class Conversation:
     answers: Sequence[int]
     system: bool
 
+    def without_last(self) -> "Conversation":
+        """The turn without its last message, which the answer continues."""
+        last = len(self.digests) - 1
+        return replace(
+            self,
+            keys=self.keys[:-1],
+            open_keys=self.open_keys[:-1],
+            digests=self.digests[:-1],
+            answers=[place for place in self.answers if place != last],
+        )
+
+
+Holder: TypeAlias = tuple[str, int]  # a replica: its id, and which start of it
+
 
 @dataclass(slots=True, eq=False)
 class Visit:
-    """A turn of a conversation that this router has seen. keys: by which later turns find it; open_key: without the
-    tenant. digests: of the messages, the answer included. blocks: of the prompt; None: they are not followed.
+    """A turn of a conversation that this router has seen. keys, answer: by which later turns find it; open_key: without
+    the tenant. digests: of the messages, the answer included. blocks: of the prompt; None: they are not followed.
     """
 
     model: str
@@ -80,8 +94,9 @@ class Visit:
     digests: bytes
     blocks: Digests | None
     block_size: int  # tokens
-    replica_id: str
+    holder: Holder
     keys: tuple[bytes, ...]
+    answer: bytes
     open_key: bytes
     evicted: float | None = None  # when a replica dropped the last block of the prompt
 
@@ -92,6 +107,7 @@ class Visit:
 
 VISIT_BYTES = 1200  # beside its digests and blocks
 MOST_BYTES = 64 << 20  # of all visits: some 4,000 turns of 32,000 tokens
+_SAME_ANSWER = 16  # newest turns with the same answer that are compared
 _ANSWERS = 3  # earlier answers by which a visit is looked for
 _DIGEST = 16  # bytes of a message's digest
 
@@ -99,13 +115,14 @@ _DIGEST = 16  # bytes of a message's digest
 class Visits:
     """The newest turns of conversations that this router has seen."""
 
-    def __init__(self, serves: Callable[[str], bool], most_bytes: int = MOST_BYTES) -> None:
-        """serves: whether the replica with this id is still there."""
+    def __init__(self, serves: Callable[[Holder], bool], most_bytes: int = MOST_BYTES) -> None:
+        """serves: whether this replica is still there."""
         self._serves = serves
         self._most = most_bytes
         self._bytes = 0
         self._visits: OrderedDict[str, Visit] = OrderedDict()  # by the id of the answer, the oldest first
         self._by_key: dict[bytes, Visit] = {}
+        self._by_answer: dict[bytes, list[Visit]] = {}  # the newest last
         self._by_open_key: dict[bytes, Visit] = {}
         self._watched: dict[int, list[Visit]] = {}  # by the last block of the prompt
         self._dropped: list[Visit] = []  # since `stamp`
@@ -114,12 +131,15 @@ class Visits:
         self,
         answer_id: str,
         turn: Conversation,
-        answer: tuple[bytes, bytes],
+        answer: tuple[bytes, bytes] | None,
         prompt: Mapping[HashScheme, PromptBlocks],
-        replica_id: str,
+        holder: Holder,
     ) -> None:
-        """A turn is complete. answer: digest of the assistant's message, and the key after it."""
-        digest, end = answer
+        """A turn is complete. answer: digest of the assistant's message, and the key after it; None if it is not known.
+
+        holder: where its KV blocks are.
+        """
+        digest, end = answer if answer is not None else (b"", turn.keys[-1])
         size, blocks = _followed(prompt)
         visit = Visit(
             turn.model,
@@ -129,13 +149,16 @@ class Visits:
             b"".join((*turn.digests, digest)),
             blocks,
             size,
-            replica_id,
-            (turn.keys[-1], end, _answer_key(turn.tenant, digest)),
+            holder,
+            (turn.keys[-1], end),
+            turn.tenant + digest,
             turn.open_keys[-1],
         )
         self._visits[answer_id] = visit
         self._bytes += visit.bytes
         self._by_key.update(dict.fromkeys(visit.keys, visit))
+        if digest:
+            self._by_answer.setdefault(visit.answer, []).append(visit)
         self._by_open_key[visit.open_key] = visit
         if blocks is not None and len(blocks):
             self._watched.setdefault(int(blocks[-1]), []).append(visit)
@@ -177,7 +200,8 @@ class Visits:
             return self._first_visit(turn, tokens - cached) if tokens - cached > size else None
         parted = parting(visit, turn, prompt)
         if parted is not None:
-            return parted if parted.tokens else None
+            lost = min(parted.tokens, tokens - cached)
+            return replace(parted, tokens=lost) if lost > 0 else None
         lost = _common(visit.blocks, blocks) * size - cached
         if lost <= size:
             return None
@@ -186,10 +210,11 @@ class Visits:
             where = "full" if decision.most_cached_full else "busier"
             words = f"on replica {decision.most_cached_id}, which was {where}"
             return CacheMiss(MissReason.OTHER_REPLICA, words, lost)
-        if not self._serves(visit.replica_id):
-            return CacheMiss(MissReason.REPLICA_GONE, f"on replica {visit.replica_id}, which is gone", lost)
-        ago = f" {now - visit.evicted:.0f} s ago" if visit.evicted is not None else ""
-        return CacheMiss(MissReason.EVICTED, f"evicted{ago}", lost)
+        if not self._serves(visit.holder):
+            return CacheMiss(MissReason.REPLICA_GONE, f"on replica {visit.holder[0]}, which is gone", lost)
+        if visit.evicted is None:
+            return CacheMiss(MissReason.EVICTED, "no longer cached", lost)
+        return CacheMiss(MissReason.EVICTED, f"evicted {now - visit.evicted:.0f} s ago", lost)
 
     def _first_visit(self, turn: Conversation, tokens: int) -> CacheMiss:
         known = (self._by_open_key.get(key) for key in turn.open_keys[1:])
@@ -198,16 +223,18 @@ class Visits:
         return CacheMiss(MissReason.FIRST_VISIT, _FIRST_VISIT, tokens)
 
     def _find(self, turn: Conversation) -> Visit | None:
-        """The turn that this one continues; else one with a recent answer of this one, and half of its messages."""
+        """The turn that this one continues; else one with a recent answer of this one, and half of its messages.
+
+        Of several of these, the one that has the longest beginning with this one in common.
+        """
         for key in reversed(turn.keys[1:]):
             if key in self._by_key:
                 return self._by_key[key]
         for place in turn.answers[: -_ANSWERS - 1 : -1]:
-            visit = self._by_key.get(_answer_key(turn.tenant, turn.digests[place]))
-            if visit is not None:
-                known = {visit.digests[at : at + _DIGEST] for at in range(0, len(visit.digests), _DIGEST)}
-                if 2 * sum(digest in known for digest in turn.digests) >= len(turn.digests):
-                    return visit
+            visits = self._by_answer.get(turn.tenant + turn.digests[place], ())[-_SAME_ANSWER:]
+            alike = [visit for visit in reversed(visits) if _alike(visit, turn)]
+            if alike:
+                return max(alike, key=lambda visit: _same_beginning(visit, turn))
         return None
 
     def _forget(self, visit: Visit) -> None:
@@ -215,6 +242,11 @@ class Visits:
         for key in visit.keys:
             if self._by_key.get(key) is visit:
                 del self._by_key[key]
+        same = self._by_answer.get(visit.answer, [])
+        if visit in same:
+            same.remove(visit)
+        if not same:
+            self._by_answer.pop(visit.answer, None)
         if self._by_open_key.get(visit.open_key) is visit:
             del self._by_open_key[visit.open_key]
         if visit.blocks is not None and len(visit.blocks):
@@ -248,8 +280,20 @@ def difference(visit: Visit, turn: Conversation) -> tuple[MissReason, str] | Non
     return None
 
 
-def _answer_key(tenant: bytes, answer: bytes) -> bytes:
-    return b"answer" + tenant + answer
+def _alike(visit: Visit, turn: Conversation) -> bool:
+    """Whether the visit has half of the turn's messages, wherever."""
+    known = {visit.digests[at : at + _DIGEST] for at in range(0, len(visit.digests), _DIGEST)}
+    return 2 * sum(digest in known for digest in turn.digests) >= len(turn.digests)
+
+
+def _same_beginning(visit: Visit, turn: Conversation) -> int:
+    """How many messages both begin with; none where the tools differ."""
+    if visit.tools != turn.tools:
+        return 0
+    for place, digest in enumerate(turn.digests):
+        if visit.digests[place * _DIGEST : (place + 1) * _DIGEST] != digest:
+            return place
+    return len(turn.digests)
 
 
 def _followed(prompt: Mapping[HashScheme, PromptBlocks]) -> tuple[int, Digests | None]:

@@ -1,6 +1,7 @@
 """Every failure that a client may see, with its HTTP status, OpenAI error object and gRPC code: a table of classes."""
 
-from typing import Any, TypedDict, Unpack
+from collections.abc import Mapping
+from typing import Any, Self, TypedDict, Unpack
 
 from headrace_base.errors import HeadraceError
 
@@ -28,6 +29,7 @@ class ApiError(HeadraceError):
     code: str | None = "internal_error"
     grpc_code = "INTERNAL"
     retry_after: int | None = None
+    foreign = False  # it quotes a field of another API than the client uses
 
     def __init_subclass__(cls, **row: Unpack[ErrorRow]) -> None:
         super().__init_subclass__()
@@ -38,6 +40,17 @@ class ApiError(HeadraceError):
         super().__init__(message)
         self.message = message if len(message) <= MAX_MESSAGE_CHARS else message[: MAX_MESSAGE_CHARS - 1] + "…"
         self.param = param if param is None or len(param) <= 200 else param[:199] + "…"
+
+    def renamed(self, names: Mapping[str, str]) -> Self:
+        """The same with other names of fields."""
+        if self.foreign:
+            return self
+        found = type(self).__new__(type(self))
+        found.__dict__.update(self.__dict__)
+        found.param = names.get(self.param or "", self.param)
+        for name, other in names.items():
+            found.message = found.message.replace(f"'{name}'", f"'{other}'")
+        return found
 
     def body(self) -> dict[str, Any]:
         """The OpenAI error object."""
@@ -69,7 +82,14 @@ class ConstraintError(InvalidRequestError, code="constraint_failed"):
 
 
 class ContextLengthError(InvalidRequestError, code="context_length_exceeded"):
-    """The prompt leaves no token of the model's context, or of the server's limit, for an answer."""
+    """The prompt leaves no token of the model's context, or of the server's limit, for an answer.
+
+    lengths: the prompt's tokens, and the most that it may have; None where characters are counted.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None, lengths: tuple[int, int] | None = None) -> None:
+        super().__init__(message, param=param)
+        self.lengths = lengths
 
 
 class UnsupportedError(InvalidRequestError, code="unsupported_parameter"):

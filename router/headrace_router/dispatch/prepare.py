@@ -133,6 +133,7 @@ class Preparer:
         thinking = encoded.thinking
         lengths = self._lengths(body, card, [prompt], sampling, asked, None)
         form = card.form(options)
+        continues = bool(body.continue_final_message)
         limit: int | None = body.max_reasoning_tokens
         ignored: tuple[str, ...] = ()
         if limit is not None and not form.syntax.closes_by_token:
@@ -164,7 +165,7 @@ class Preparer:
             special=special,
             ignored=ignored,
             remember=functools.partial(self._answers.add, encoded.place) if encoded.place is not None else None,
-            turn=turn if not body.truncate_prompt_tokens else None,
+            turn=None if body.truncate_prompt_tokens else turn.without_last() if continues else turn,
         )
 
     async def tokenize(self, body: ChatBody | TokenizeBody, tenant: Tenant) -> tuple[ModelCard, list[int]]:
@@ -409,12 +410,14 @@ class Preparer:
             raise ContextLengthError(
                 f"The prompt has {counted(prompt_tokens, 'token')}; this server accepts {self._limits.prompt_tokens}.",
                 param=param,
+                lengths=(prompt_tokens, self._limits.prompt_tokens),
             )
         if left < 1:
             raise ContextLengthError(
                 f"This model's maximum context length is {limit} tokens, and the answer needs at least one of them; "
                 f"the prompt has {counted(prompt_tokens, 'token')}. Shorten it.",
                 param=param,
+                lengths=(prompt_tokens, limit - 1),
             )
 
     def _check_chars(self, count: int, param: str) -> None:

@@ -15,7 +15,7 @@ from headrace_proto.replica_pb2 import TokenLogprobs
 from headrace_router.config import RouterConfig
 from headrace_router.core.account import Cause, Recorder, TimeAccount
 from headrace_router.core.attempt import Attempt, Outcome
-from headrace_router.core.cache_miss import CacheMiss, Conversation, Visits
+from headrace_router.core.cache_miss import CacheMiss, Conversation, Holder, Visits
 from headrace_router.core.choice_run import ChoiceRun, RunListener
 from headrace_router.core.errors import ApiError, InternalError
 from headrace_router.core.placement import Decision, Placed, Placement
@@ -274,8 +274,8 @@ class RunningRequest:
             self.cache_miss = self.account.cache_miss = miss
             self._metrics.cache_missed.labels(turn.model, miss.reason).inc(miss.tokens)
 
-    def answered(self, choice: Choice, replica_id: str) -> None:
-        """A choice is complete: later turns of the conversation repeat it. replica_id: where its KV blocks are.
+    def answered(self, choice: Choice, holder: Holder) -> None:
+        """A choice is complete: later turns of the conversation repeat it. holder: where its KV blocks are.
 
         A long answer is read again in a thread.
         """
@@ -284,20 +284,19 @@ class RunningRequest:
             return
         read = partial(choice.message, make_parser() if make_parser is not None else None)
         if len(choice.output_token_ids) <= SHORT_TOKENS:
-            self._remember(turn, choice, replica_id, read())
+            self._remember(turn, choice, holder, read())
             return
         reading = asyncio.get_running_loop().run_in_executor(None, read)
-        reading.add_done_callback(lambda done: self._remember(turn, choice, replica_id, done.result()))
+        reading.add_done_callback(lambda done: self._remember(turn, choice, holder, done.result()))
 
-    def _remember(self, turn: Conversation, choice: Choice, replica_id: str, message: Mapping[str, Any] | None) -> None:
-        if message is None:
-            return
-        if self.request.remember is not None:
+    def _remember(self, turn: Conversation, choice: Choice, holder: Holder, message: Mapping[str, Any] | None) -> None:
+        answer = None
+        if message is not None and self.request.remember is not None:
             self.request.remember(message, choice.output_token_ids)
-        if not choice.request.index:
             digest = message_digest(message)
-            end = key_after(turn.keys[-1], digest)
-            self.visits.add(self.account.answer_id, turn, (digest, end), self.request.choices[0].blocks, replica_id)
+            answer = digest, key_after(turn.keys[-1], digest)
+        if not choice.request.index:
+            self.visits.add(self.account.answer_id, turn, answer, self.request.choices[0].blocks, holder)
 
     def choice_ended(self, failure: Exception | None) -> None:
         """One choice is complete, or failed."""
@@ -354,7 +353,7 @@ class _ClientQueue:
 
     def ended(self, attempt: Attempt | None, failure: Exception | None) -> None:
         if self._placed is not None and failure is None:
-            self._running.answered(self._choice, self._placed.replica.replica_id)
+            self._running.answered(self._choice, self._placed.replica.build)
         self._running.choice_ended(failure)
 
 

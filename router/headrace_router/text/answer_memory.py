@@ -52,11 +52,13 @@ class _Answer:
 
 
 def message_digest(message: Mapping[str, Any]) -> bytes:
-    """Of what a client gives back of a message: ids of calls and the reasoning may be left out, JSON written anew."""
+    """Of what a client gives back of a message: ids of calls and the reasoning may be left out, JSON written anew, and
+    the white space of an answer be another.
+    """
     calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls") or ()]
     content = message.get("content") or ""
     if message["role"] == "assistant":
-        content = content.strip()
+        content = "".join(content.split())
     return digest_of([message["role"], message.get("name"), content, calls])
 
 

@@ -125,6 +125,48 @@ class ChatTemplate:
         except Exception:  # raised by filters, methods and operators
             raise ChatTemplateError("The model's chat template fails on these messages.", param="messages") from None
 
+    def fitted(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """The messages in an order that the template takes: agents send system messages later on, and users' in a row.
+
+        Where it refuses these, or leaves them out, a later system message becomes the user's, and those in a row one.
+        """
+        found: list[Mapping[str, Any]] = []
+        for message in messages:
+            role = message["role"]
+            if role == "system" and any(one["role"] != "system" for one in found) and not self._takes_late_system:
+                role = "user"
+            last = found[-1] if found else None
+            joins = {"system": not self._takes_two_systems, "user": not self._takes_two_users}.get(role, False)
+            if joins and last is not None and last["role"] == role:
+                found[-1] = {**last, "content": f"{last.get('content') or ''}\n\n{message.get('content') or ''}"}
+            else:
+                found.append(message if role == message["role"] else {**message, "role": role})
+        return found
+
+    @cached_property
+    def _takes_late_system(self) -> bool:
+        return self._shows_all("system", "user", "assistant", "system", "user")
+
+    @cached_property
+    def _takes_two_systems(self) -> bool:
+        return self._shows_all("system", "system", "user")
+
+    @cached_property
+    def _takes_two_users(self) -> bool:
+        return self._shows_all("user", "user")
+
+    def _shows_all(self, *roles: str) -> bool:
+        """Whether it renders messages of these roles, and leaves none out."""
+        if self._template is None:
+            return True
+        texts = [f"x{place}text" for place in range(len(roles))]
+        messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+        rendered = self._render_plain(self._with_parts(messages), None)
+        if rendered is None:
+            return False
+        shown = sum(text in rendered for text in texts)
+        return shown in (0, len(texts))  # none: it changes all texts
+
     @cached_property
     def takes_several_calls(self) -> bool:
         """Whether an assistant's message may have more than one call; false only where one works and two do not."""

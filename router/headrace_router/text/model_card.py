@@ -170,8 +170,11 @@ def _form(source: str, facts: ModelFacts, tokenizer: Tokenizer) -> ChatForm:
     return ChatForm(template, syntax)
 
 
-def with_known_roles(messages: Sequence[Mapping[str, Any]], template: ChatTemplate) -> list[dict[str, Any]]:
-    """As the template knows them: developer is system where it has no such role, and reasoning has its name."""
+def with_known_roles(messages: Sequence[Mapping[str, Any]], template: ChatTemplate) -> list[Mapping[str, Any]]:
+    """As the template knows them, and in an order that it takes.
+
+    developer is system where it has no such role, and reasoning has its name.
+    """
     keeps, thinking = "developer" in template.source, ".thinking" in template.source
     found = []
     for message in messages:
@@ -180,7 +183,7 @@ def with_known_roles(messages: Sequence[Mapping[str, Any]], template: ChatTempla
         if thinking and "reasoning_content" in known and not (known["content"] and known.get("tool_calls")):
             known["thinking"] = known["reasoning_content"]
         found.append(known)
-    return found
+    return template.fitted(found)
 
 
 def _unknown_token(spec: dict[str, Any]) -> str | None:

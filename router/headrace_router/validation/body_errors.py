@@ -1,6 +1,7 @@
 """Bodies to models: unsupported fields are refused by name, and each error is one sentence."""
 
 import re
+from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
@@ -102,6 +103,23 @@ def _filter(fields: dict[str, Any], scope: Scope, before: str, ignored: IgnoredF
             hint = f": did you mean '{before}{near[0]}'?" if near else "."
             raise UnknownParameterError(f"Unknown field '{path}'{hint}", param=path)
     return kept
+
+
+_LABELS = ("user", "safety_identifier", "prompt_cache_key", "session_id", "metadata", "stream_options")
+
+
+def refuse_chat_fields(value: Mapping[str, Any], fields: Collection[str], instead: Mapping[str, str]) -> None:
+    """Refuses fields of chats that another API does not have, and that would change the answer.
+
+    fields: of that API. instead: its own names, by those of chats. Raises UnsupportedError.
+    """
+    foreign = HONOURED[Scope.CHAT] - {*fields, *_LABELS}
+    for name, entry in value.items():
+        if name in foreign and entry not in (None, False, []):
+            hint = f"; send '{instead[name]}'" if name in instead else ""
+            error = UnsupportedError(f"'{name}' is no field of this API{hint}.", param=name)
+            error.foreign = True
+            raise error
 
 
 Body = TypeVar("Body", ChatBody, CompletionBody)

@@ -10,7 +10,7 @@ from headrace_router.core.errors import InvalidRequestError, UnsupportedError
 from headrace_router.core.limits import Limits
 from headrace_router.core.sampling_options import Number, TokenCount, TopK
 from headrace_router.validation.bodies import ChatBody
-from headrace_router.validation.body_errors import IgnoredFields, as_api_error, parse_body
+from headrace_router.validation.body_errors import IgnoredFields, as_api_error, parse_body, refuse_chat_fields
 
 _NO_TEXT = ("image", "document", "file", "audio", "video", "container_upload", "search_result")
 
@@ -45,6 +45,22 @@ class Thinking(_Open):
     display: Literal["summarized", "omitted"] | None = None
 
 
+class OutputFormat(_Open):
+    """What the text of the answer must be."""
+
+    model_config = ConfigDict(extra="ignore", hide_input_in_errors=True, populate_by_name=True)
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(_Open):
+    """effort: for the chat template."""
+
+    format: OutputFormat | None = None
+    effort: StrictStr | None = None
+
+
 class Diagnostics(_Open):
     """Asks why the cache did not have more of the prompt. previous_message_id: of the answer before."""
 
@@ -71,11 +87,14 @@ class MessagesBody(_Open):
     tools: list[MessagesTool] | None = None
     tool_choice: MessagesToolChoice | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = Field(default=None, description="as output_config.format")
     diagnostics: Diagnostics | None = None
     metadata: dict[str, Any] | None = None
     service_tier: StrictStr | None = None
 
 
+_INSTEAD = {"stop": "stop_sequences", "response_format": "output_config.format", "max_completion_tokens": "max_tokens"}
 _REFUSED = {"container": "containers", "mcp_servers": "MCP servers"}
 
 
@@ -91,6 +110,7 @@ def parse_messages(value: Any, limits: Limits, ignored: IgnoredFields, *, counti
             raise UnsupportedError(f"'{name}' is not supported: this server runs no {_REFUSED[name]}.", param=name)
         if name not in MessagesBody.model_fields and value[name] is not None:
             ignored.add(name)
+    refuse_chat_fields(value, MessagesBody.model_fields, _INSTEAD)
     try:
         body = MessagesBody.model_validate({name: entry for name, entry in value.items() if entry is not None})
     except ValidationError as error:
@@ -105,7 +125,7 @@ def _chat(body: MessagesBody, ignored: IgnoredFields) -> Iterator[tuple[str, Any
     messages = [*_system(body.system, "system")]
     known: set[str] = set()  # ids of calls so far
     for index, message in enumerate(body.messages):
-        messages += _message(message, f"messages[{index}]", known)
+        messages += _message(message, f"messages[{index}]", known, ignored)
     yield "model", body.model
     yield "messages", messages
     yield "max_tokens", body.max_tokens
@@ -120,7 +140,13 @@ def _chat(body: MessagesBody, ignored: IgnoredFields) -> Iterator[tuple[str, Any
         yield "max_reasoning_tokens", thinking.budget_tokens
     yield "chat_template_kwargs", {"enable_thinking": reasons}
     yield "include_reasoning", reasons and thinking is not None and thinking.display != "omitted"
+    output = body.output_config or OutputConfig()
+    yield "reasoning_effort", output.effort
+    if (wanted := output.format or body.output_format) is not None:
+        yield "response_format", {"type": "json_schema", "json_schema": {"schema": wanted.schema_}}
     tools = [tool for index, tool in enumerate(body.tools or ()) if _is_ours(tool, index, ignored)]
+    if body.tool_choice is not None and body.tool_choice.type in ("any", "tool") and not tools:
+        raise InvalidRequestError("'tool_choice' needs a tool in 'tools' that the client runs.", param="tool_choice")
     yield "tools", [_tool(tool) for tool in tools] or None
     if body.tool_choice is not None:
         yield "tool_choice", _choice(body.tool_choice) if tools else None
@@ -181,17 +207,17 @@ def _check(block: dict[str, Any], path: str) -> None:
         raise InvalidRequestError(f"'{path}.text' is required, as a string.", param=f"{path}.text")
 
 
-def _message(message: Message, path: str, known: set[str]) -> list[dict[str, Any]]:
+def _message(message: Message, path: str, known: set[str], ignored: IgnoredFields) -> list[dict[str, Any]]:
     """One message as the messages of a chat: results of tools are messages of their own, in order."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     if message.role == "system":
         return _system(message.content, f"{path}.content")
-    assistant = message.role == "assistant"
-    return _assistant(message.content, path, known) if assistant else _user(message.content, path, known)
+    read = _assistant if message.role == "assistant" else _user
+    return read(message.content, path, known, ignored)
 
 
-def _user(blocks: list[dict[str, Any]], path: str, known: set[str]) -> list[dict[str, Any]]:
+def _user(blocks: list[dict[str, Any]], path: str, known: set[str], ignored: IgnoredFields) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for index, block in enumerate(blocks):
         where = f"{path}.content[{index}]"
@@ -211,7 +237,7 @@ def _user(blocks: list[dict[str, Any]], path: str, known: set[str]) -> list[dict
             content = block.get("content") or ""
             if not isinstance(content, (str, list)):
                 raise InvalidRequestError(f"'{where}.content' must be text or blocks.", param=f"{where}.content")
-            text = content if isinstance(content, str) else [*_texts(content, f"{where}.content")] or ""
+            text = content if isinstance(content, str) else [*_result(content, f"{where}.content", ignored)] or ""
             found.append({"role": "tool", "tool_call_id": call, "content": text})
         else:
             raise InvalidRequestError(
@@ -221,7 +247,24 @@ def _user(blocks: list[dict[str, Any]], path: str, known: set[str]) -> list[dict
     return found
 
 
-def _assistant(blocks: list[dict[str, Any]], path: str, known: set[str]) -> list[dict[str, Any]]:
+def _result(blocks: list[dict[str, Any]], path: str, ignored: IgnoredFields) -> Iterator[dict[str, str]]:
+    """What a tool returned. An image stays in the conversation, so it is not refused: the model is told of it."""
+    for index, block in enumerate(blocks):
+        kind = block.get("type")
+        if kind in ("image", "document"):
+            ignored.add(f"{path}[{index}].{kind}")
+            yield {"type": "text", "text": f"[{kind}: only text can be read here]"}
+        else:
+            yield from _texts([block], path)
+
+
+# Parts of answers of Anthropic's own servers, in conversations that began there.
+_HOSTED = ("server_tool_use", "mcp_tool_use", "mcp_tool_result", "redacted_thinking")
+
+
+def _assistant(
+    blocks: list[dict[str, Any]], path: str, known: set[str], ignored: IgnoredFields
+) -> list[dict[str, Any]]:
     texts: list[dict[str, str]] = []
     calls: list[dict[str, Any]] = []
     reasoning: list[str] = []
@@ -239,7 +282,9 @@ def _assistant(blocks: list[dict[str, Any]], path: str, known: set[str]) -> list
             known.add(ident)
             arguments = orjson.dumps(given).decode()
             calls.append({"id": ident, "type": "function", "function": {"name": name, "arguments": arguments}})
-        elif block["type"] != "redacted_thinking":  # nothing in it can be read
+        elif block["type"] in _HOSTED or block["type"].endswith("_tool_result"):
+            ignored.add(f"{where}.{block['type']}")
+        else:
             raise InvalidRequestError(
                 f"'{where}' has the type '{block['type'][:50]}': an assistant's message has text, thinking and "
                 "tool_use.",

@@ -39,7 +39,7 @@ class _Open(BaseModel):
 
 class OllamaFunction(_Open):
     name: StrictStr = Field(min_length=1, max_length=256)
-    arguments: dict[str, Any] = Field(default_factory=dict)
+    arguments: dict[str, Any] | None = None
 
 
 class OllamaCall(_Open):
@@ -49,7 +49,7 @@ class OllamaCall(_Open):
 
 class OllamaMessage(_Open):
     role: Literal["system", "user", "assistant", "tool"]
-    content: StrictStr = ""
+    content: StrictStr | None = None
     thinking: StrictStr | None = None
     images: list[Any] | None = None
     tool_calls: list[OllamaCall] | None = None
@@ -119,7 +119,7 @@ def _options(body: OllamaBody, ignored: IgnoredFields) -> dict[str, Any]:
     for name, value in (body.options or {}).items():
         if name not in _OPTIONS:
             ignored.add(f"options.{name}")
-        elif value is not None and not (name == "num_predict" and value in (-1, -2)):  # -1, -2: as many as fit
+        elif value is not None and not (name == "num_predict" and value in (-1, -2, 0)):  # as many as fit
             found[_OPTIONS[name]] = value
     return found
 
@@ -143,29 +143,29 @@ def _messages(body: OllamaBody) -> Iterator[dict[str, Any]]:
             raise UnsupportedError(
                 f"'messages[{index}].images' is not supported: {_REFUSED['images']}.", param=f"messages[{index}].images"
             )
-        found: dict[str, Any] = {"role": message.role, "content": message.content}
+        found: dict[str, Any] = {"role": message.role, "content": message.content or ""}
         if message.tool_calls:
             calls = []
             for call in message.tool_calls:
                 ident = call.id or f"call_{count}"
                 waiting[ident] = call.function.name
-                arguments = orjson.dumps(call.function.arguments).decode()
+                arguments = orjson.dumps(call.function.arguments or {}).decode()
                 function = {"name": call.function.name, "arguments": arguments}
                 calls.append({"id": ident, "type": "function", "function": function})
                 count += 1
             found["tool_calls"] = calls
         if message.role == "tool":
-            found["tool_call_id"] = _answered(message, waiting, f"messages[{index}]")
+            found["tool_call_id"] = _answered(message, waiting)
         if message.thinking and message.role == "assistant":
             found["reasoning_content"] = message.thinking
         yield found
 
 
-def _answered(message: OllamaMessage, waiting: dict[str, str], path: str) -> str:
-    """The call whose result this is. Raises InvalidRequestError."""
+def _answered(message: OllamaMessage, waiting: dict[str, str]) -> str:
+    """The call whose result this is; one that clients have cut out of the conversation has its id or name."""
     named = message.tool_call_id or message.tool_name
     ident = next((ident for ident, tool in waiting.items() if named in (None, "", ident, tool)), None)
     if ident is None:
-        raise InvalidRequestError(f"'{path}' is the result of a tool, and no earlier message calls it.", param=path)
+        return named or "call"
     del waiting[ident]
     return ident

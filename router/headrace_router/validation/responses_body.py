@@ -1,6 +1,7 @@
 """The body of OpenAI's Responses API, without state, and the chat that it asks for."""
 
-from collections.abc import Iterator
+import base64
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr, ValidationError
@@ -9,7 +10,7 @@ from headrace_router.core.errors import InvalidRequestError, UnsupportedError
 from headrace_router.core.limits import Limits
 from headrace_router.core.sampling_options import Number, TokenCount
 from headrace_router.validation.bodies import ChatBody
-from headrace_router.validation.body_errors import IgnoredFields, as_api_error, parse_body
+from headrace_router.validation.body_errors import IgnoredFields, as_api_error, parse_body, refuse_chat_fields
 
 _TEXTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
 _STATELESS = "this server keeps no answers: send the whole conversation as 'input'."
@@ -60,7 +61,23 @@ _REFUSED = {
     "background": "answers are sent on the connection that asks for them.",
     "prompt": "this server keeps no prompts: send 'input' and 'instructions'.",
 }
+_INSTEAD = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
 _SAME = ("model", "temperature", "top_p", "stream", "metadata", "user", "safety_identifier", "prompt_cache_key")
+ENCRYPTS = "encrypts"  # of what an answer repeats: whether the reasoning comes sealed, too
+_SEAL = "headrace:"
+_SEPARATOR = "__"
+# Items of answers of OpenAI's own servers, in conversations that began there.
+_HOSTED = (
+    *("web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call", "compaction"),
+    *("computer_call", "computer_call_output", "mcp_call", "mcp_list_tools", "mcp_approval_request"),
+    "mcp_approval_response",
+)
 _SILENT = ("include", "stream_options", "service_tier")  # no answer depends on them, but for parts of `include`
 _ENCRYPTED = "reasoning.encrypted_content"  # the reasoning of an answer is there in clear
 
@@ -77,6 +94,7 @@ def parse_responses(value: Any, limits: Limits, ignored: IgnoredFields) -> tuple
             raise UnsupportedError(f"'{name}' is not supported: {sentence}", param=name)
     if value.get("store"):
         raise UnsupportedError(f"'store' may only be false: {_STATELESS}", param="store")
+    refuse_chat_fields(value, {*ResponsesBody.model_fields, *_SILENT, "n"}, _INSTEAD)
     for name, entry in value.items():
         known = name in ResponsesBody.model_fields or name in _REFUSED or name in _SILENT
         if not known and entry not in (None, False, 0):
@@ -86,17 +104,19 @@ def parse_responses(value: Any, limits: Limits, ignored: IgnoredFields) -> tuple
     except ValidationError as error:
         raise as_api_error(error) from None
     _name_ignored(value, body, ignored)
-    tools = [tool for index, tool in enumerate(body.tools or ()) if _is_ours(tool, index, ignored)]
-    fields = {name: entry for name, entry in _chat(body, tools) if entry is not None}
-    return parse_body(ChatBody, fields, limits), _repeated(body, tools)
+    kept = [tool for index, tool in enumerate(body.tools or ()) if _is_ours(tool, index, ignored)]
+    tools = [tool for given in kept for tool in _flat(given)]
+    fields = {name: entry for name, entry in _chat(body, tools, ignored) if entry is not None}
+    encrypts = isinstance(value.get("include"), list) and _ENCRYPTED in value["include"]
+    return parse_body(ChatBody, fields, limits), {**_repeated(body, kept), ENCRYPTS: encrypts}
 
 
-def _chat(body: ResponsesBody, tools: list[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
+def _chat(body: ResponsesBody, tools: list[dict[str, Any]], ignored: IgnoredFields) -> Iterator[tuple[str, Any]]:
     """The fields of the chat."""
     given = body.input
     if not given:
         raise InvalidRequestError("'input' is empty.", param="input")
-    messages = [{"role": "user", "content": given}] if isinstance(given, str) else _Items().messages(given)
+    messages = [{"role": "user", "content": given}] if isinstance(given, str) else _Items(ignored).messages(given)
     yield "messages", _with_instructions(body.instructions, messages)
     yield "max_tokens", body.max_output_tokens
     for name in _SAME:
@@ -105,6 +125,8 @@ def _chat(body: ResponsesBody, tools: list[dict[str, Any]]) -> Iterator[tuple[st
     if tools:
         yield "tool_choice", _choice(body.tool_choice)
         yield "parallel_tool_calls", body.parallel_tool_calls
+    elif body.tool_choice not in (None, "auto", "none"):
+        raise InvalidRequestError("'tool_choice' needs a tool in 'tools' that the client runs.", param="tool_choice")
     if body.reasoning is not None:
         yield "reasoning_effort", body.reasoning.effort
     if body.text is not None and body.text.format is not None:
@@ -159,12 +181,34 @@ def _repeated(body: ResponsesBody, tools: list[dict[str, Any]]) -> dict[str, Any
 def _is_ours(tool: dict[str, Any], index: int, ignored: IgnoredFields) -> bool:
     """Whether the client runs the tool; a tool that OpenAI's servers run is named in the response header."""
     kind = tool.get("type")
-    if kind in ("function", "custom"):
+    if kind in ("function", "custom") or (kind == "namespace" and isinstance(tool.get("tools"), list)):
         return True
     if not isinstance(kind, str):
         raise InvalidRequestError(f"'tools[{index}].type' is required.", param=f"tools[{index}].type")
     ignored.add(f"tools[{index}].{kind}")
     return False
+
+
+def in_namespace(namespace: str, name: str) -> str:
+    """The name of a tool of a namespace, for the model: Codex groups those of a server of MCP so."""
+    return f"{namespace}{_SEPARATOR}{name}"
+
+
+def without_namespace(name: str, tools: Iterable[Mapping[str, Any]]) -> tuple[str, str | None]:
+    """The name as the client has it, and its namespace. tools: of the request."""
+    spaces = [str(tool.get("name")) for tool in tools if tool.get("type") == "namespace"]
+    own = max((space for space in spaces if name.startswith(in_namespace(space, ""))), key=len, default=None)
+    return (name, None) if own is None else (name.removeprefix(in_namespace(own, "")), own)
+
+
+def _flat(tool: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The tool, or those of a namespace."""
+    if tool["type"] != "namespace":
+        yield tool
+        return
+    for inner in tool["tools"]:
+        if isinstance(inner, dict) and inner.get("type") in ("function", "custom"):
+            yield {**inner, "name": in_namespace(str(tool.get("name")), str(inner.get("name")))}
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
@@ -182,7 +226,8 @@ def _choice(choice: Any) -> Any:
         return choice
     kind = choice.get("type")
     if kind in ("function", "custom"):
-        return {"type": kind, kind: {"name": choice.get("name")}}
+        name, space = choice.get("name"), choice.get("namespace")
+        return {"type": kind, kind: {"name": in_namespace(str(space), str(name)) if space else name}}
     if kind == "allowed_tools" and isinstance(choice.get("tools"), list):
         named = [_choice(tool) for tool in choice["tools"]]
         return {"type": kind, kind: {"mode": choice.get("mode", "auto"), "tools": named}}
@@ -195,10 +240,27 @@ def _format(given: dict[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {key: value for key, value in given.items() if key != "type"}}
 
 
+def sealed(reasoning: str) -> str:
+    """The reasoning in a form that clients give back as it is; nothing of it is secret."""
+    return _SEAL + base64.b64encode(reasoning.encode()).decode()
+
+
+def opened(given: Any) -> str:
+    """The reasoning that `sealed` wrote; empty for anything else, such as that of another server."""
+    if not isinstance(given, str) or not given.startswith(_SEAL):
+        return ""
+    try:
+        return base64.b64decode(given.removeprefix(_SEAL), validate=True).decode()
+    except ValueError:
+        return ""
+
+
 class _Items:
     """Reads the items of an input in order: what an assistant thinks, says and calls in one turn is one message."""
 
-    def __init__(self) -> None:
+    def __init__(self, ignored: IgnoredFields) -> None:
+        """ignored: collects items that were left out."""
+        self._ignored = ignored
         self._found: list[dict[str, Any]] = []
         self._calls: set[str] = set()
 
@@ -213,6 +275,7 @@ class _Items:
             self._message(item, path)
         elif kind == "reasoning":
             text = _text(item.get("content") or item.get("summary") or [], f"{path}.content")
+            text = text or opened(item.get("encrypted_content"))
             if text:
                 self._assistant("content", "tool_calls", "reasoning_content")["reasoning_content"] = text
         elif kind in ("function_call", "custom_tool_call"):
@@ -226,7 +289,13 @@ class _Items:
             text = _text(item.get("output") or "", f"{path}.output")
             self._found.append({"role": "tool", "tool_call_id": call, "content": text})
         elif kind == "item_reference":
-            raise UnsupportedError(f"'{path}' is a reference: {_STATELESS}", param=path)
+            raise UnsupportedError(
+                f"'{path}' refers to an item of an earlier answer, and this server keeps none: have the client send "
+                "the whole conversation ('store': false; in the AI SDK providerOptions.openai.store = false).",
+                param=path,
+            )
+        elif kind in _HOSTED:
+            self._ignored.add(f"{path}.{kind}")
         else:
             raise UnsupportedError(
                 f"'{path}' has the type '{str(kind)[:50]}', which is not supported; send messages, reasoning, calls of "
@@ -252,6 +321,8 @@ class _Items:
             member = "input" if custom else "arguments"
             raise InvalidRequestError(f"'{path}' needs 'call_id', 'name' and '{member}', as strings.", param=path)
         self._calls.add(ident)
+        if isinstance(item.get("namespace"), str):
+            name = in_namespace(item["namespace"], name)
         kind = "custom" if custom else "function"
         call = {"id": ident, "type": kind, kind: {"name": name, "input" if custom else "arguments": given}}
         self._assistant().setdefault("tool_calls", []).append(call)

@@ -39,6 +39,8 @@ def parse_tokenize(value: Any, limits: Limits) -> tuple[TokenizeBody | ChatBody,
     Raises InvalidRequestError or UnsupportedError with `param` set.
     """
     given = _given(value)
+    if ("messages" in given) is ("prompt" in given):
+        raise InvalidRequestError("Send 'prompt', a text, or 'messages', a chat.", param="prompt")
     if "messages" not in given:
         body = _parsed(TokenizeBody, given)
         return body, body.return_token_strs

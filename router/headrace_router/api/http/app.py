@@ -316,7 +316,7 @@ def _wrapped(
     async def routing_error(request: Request, error: Exception) -> Response:
         if not isinstance(error, HTTPException):
             raise error
-        response = await api_error(request, _as_api_error(error))
+        response = await api_error(request, _as_api_error(error, request.url.path))
         for name, value in (error.headers or {}).items():
             response.headers[name] = value  # Allow, with a 405
         return response
@@ -339,9 +339,9 @@ def _wrapped(
     )
 
 
-def _as_api_error(error: HTTPException) -> ApiError:
+def _as_api_error(error: HTTPException, path: str) -> ApiError:
     if error.status_code == 404:
-        return NotFoundError("There is nothing at this path; GET /docs lists what there is.")
+        return NotFoundError(f"There is nothing at the path '{path[:100]}'; GET /docs lists what there is.")
     if error.status_code == 405:
         return MethodNotAllowedError("This path does not take this method; GET /docs lists what there is.")
     refusal = InvalidRequestError(str(error.detail)[:300])

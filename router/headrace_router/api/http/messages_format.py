@@ -8,7 +8,7 @@ import orjson
 from headrace_router.api.http.blocks import Added, Block, BlockReader, Closed, Opened
 from headrace_router.api.http.formats import EVENTS, dumps
 from headrace_router.core.cache_miss import MissReason, parting
-from headrace_router.core.errors import ApiError
+from headrace_router.core.errors import ApiError, ContextLengthError
 from headrace_router.dispatch.choice import LENGTH, TOOL_CALLS, ChoiceUpdate
 from headrace_router.dispatch.running_request import RunningRequest
 from headrace_router.text.detokenize import line_json
@@ -27,8 +27,12 @@ _KINDS = {
 
 def messages_error(error: ApiError, request_id: str) -> dict[str, Any]:
     """The error object of this API."""
+    message = error.message
+    if isinstance(error, ContextLengthError) and error.lengths is not None:
+        # In Anthropic's words, which its clients read to shorten the conversation, and go on.
+        message = f"prompt is too long: {error.lengths[0]} tokens > {error.lengths[1]} maximum"
     kind = _KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
 
 
 class MessagesFormat:
@@ -62,11 +66,14 @@ class MessagesFormat:
         for step in self._blocks.read(update):
             index = step.block.index
             if isinstance(step, Opened):
-                yield _event("content_block_start", index=index, content_block=_content(step.block))
+                yield _event("content_block_start", index=index, content_block=_content(step.block, closed=False))
             elif isinstance(step, Added):
                 kind, member = _DELTAS[step.block.kind]
                 yield _event("content_block_delta", index=index, delta={"type": kind, member: step.text})
             else:
+                if step.block.kind == "reasoning":  # clients drop thinking without one
+                    signed = {"type": "signature_delta", "signature": _SIGNED}
+                    yield _event("content_block_delta", index=index, delta=signed)
                 yield _event("content_block_stop", index=index)
         if update.finish_reason is not None:
             stop = {"stop_reason": _stop_reason(update), "stop_sequence": update.stop_string}
@@ -111,7 +118,7 @@ class MessagesFormat:
         if visit is None:
             return {"cache_miss_reason": {"type": "previous_message_not_found"}}
         miss = parting(visit, turn, request.choices[0].blocks)
-        if miss is None:
+        if miss is None or (visit.blocks is not None and not miss.tokens):
             return None
         kind = "model_changed" if visit.model != turn.model else _MISSES.get(miss.reason, "unavailable")
         tokens = {} if kind == "unavailable" else {"cache_missed_input_tokens": miss.tokens}
@@ -128,6 +135,7 @@ class MessagesFormat:
         }
 
 
+_SIGNED = "headrace"  # nobody checks it
 _MISSES = {
     MissReason.SYSTEM_CHANGED: "system_changed",
     MissReason.TOOLS_CHANGED: "tools_changed",
@@ -140,12 +148,12 @@ _DELTAS = {
 }
 
 
-def _content(block: Block) -> dict[str, Any]:
-    """A block of content, with what was read of it."""
+def _content(block: Block, *, closed: bool = True) -> dict[str, Any]:
+    """A block of content, with what was read of it. closed: it is complete."""
     if block.kind == "text":
         return {"type": "text", "text": block.text}
     if block.kind == "reasoning":
-        return {"type": "thinking", "thinking": block.text, "signature": ""}
+        return {"type": "thinking", "thinking": block.text, "signature": _SIGNED if closed else ""}
     assert block.call is not None
     return {"type": "tool_use", "id": block.call.ident, "name": block.call.name, "input": _object(block.text)}
 

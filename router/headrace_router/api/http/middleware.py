@@ -131,7 +131,8 @@ class RequestMiddleware:
             return None
         tenant = self._auth.tenant(given)
         if tenant is None and scope.get("raw_path") not in PUBLIC_PATHS:
-            raise AuthenticationError("Send a valid API key in the header 'Authorization: Bearer KEY'.")
+            where = "the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+            raise AuthenticationError(f"Send a valid API key in {where}.")
         return tenant
 
 
@@ -149,8 +150,24 @@ def error_headers(error: ApiError) -> list[tuple[bytes, bytes]]:
     return headers
 
 
+# How other APIs call the fields of chats.
+_NAMES = {
+    MESSAGES: {"stop": "stop_sequences", "response_format": "output_config.format"},
+    "/v1/responses": {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"},
+    OLLAMA: {
+        "max_tokens": "options.num_predict",
+        "repetition_penalty": "options.repeat_penalty",
+        "response_format": "format",
+        **{name: f"options.{name}" for name in ("temperature", "top_p", "top_k", "min_p", "seed", "stop")},
+    },
+}
+
+
 def error_body(error: ApiError, path: str, request_id: str) -> bytes:
     """The error object of the API that the path belongs to."""
+    for start, names in _NAMES.items():
+        if path.startswith(start):
+            error = error.renamed(names)
     if path.startswith(MESSAGES):
         return dumps(messages_error(error, request_id))
     return dumps(ollama_error(error) if path.startswith(OLLAMA) else error.body())

@@ -86,8 +86,6 @@ class OllamaFormat:
     ) -> None:
         self._chat = chat
         self._common = {"model": body.model, "created_at": _written(created)}
-        self._began = time.monotonic_ns()
-        self._first = 0  # when the first token came
         shows = not isinstance(body, ChatBody) or body.include_reasoning is not False
         self._blocks = BlockReader(reasoning=shows)
         self._reason = ""
@@ -98,7 +96,6 @@ class OllamaFormat:
         yield from ()
 
     def chunk(self, update: ChoiceUpdate) -> Iterator[bytes]:
-        self._first = self._first or time.monotonic_ns()
         for step in self._blocks.read(update):
             if isinstance(step, Added) and step.block.kind != "call":
                 yield self._line({_MEMBERS[step.block.kind]: step.text}, done=False)
@@ -116,7 +113,7 @@ class OllamaFormat:
 
     def response(self, updates: Sequence[ChoiceUpdate], running: RunningRequest) -> Iterator[bytes]:
         (update,) = updates
-        self._first, self._reason = time.monotonic_ns(), update.finish_reason or ""
+        self._reason = update.finish_reason or ""
         found: dict[str, Any] = {}
         for step in self._blocks.read(update):
             if isinstance(step, Closed) and step.block.kind == "call":
@@ -136,16 +133,17 @@ class OllamaFormat:
 
     def _numbers(self, running: RunningRequest) -> dict[str, Any]:
         """Why the answer ended, tokens, and nanoseconds."""
-        now = time.monotonic_ns()
-        first = self._first or now
+        account = running.account
+        total = time.monotonic() - account.began
+        first = total if account.first_token is None else account.first_token
         return {
             "done_reason": "length" if self._reason == LENGTH else "stop",
-            "total_duration": now - self._began,
+            "total_duration": _nanoseconds(total),
             "load_duration": 0,
             "prompt_eval_count": running.request.prompt_tokens,
-            "prompt_eval_duration": first - self._began,
+            "prompt_eval_duration": _nanoseconds(first),
             "eval_count": running.completion_tokens,
-            "eval_duration": now - first,
+            "eval_duration": _nanoseconds(total - first),
         }
 
 
@@ -159,6 +157,10 @@ def _call(block: Block) -> dict[str, Any]:
     except ValueError:  # it was cut off
         arguments = {}
     return {"function": {"name": block.call.name, "arguments": arguments}}
+
+
+def _nanoseconds(seconds: float) -> int:
+    return max(0, int(seconds * 1e9))
 
 
 def _written(seconds: int) -> str:

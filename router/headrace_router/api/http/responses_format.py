@@ -10,6 +10,7 @@ from headrace_router.dispatch.choice import LENGTH, ChoiceUpdate
 from headrace_router.dispatch.running_request import RunningRequest
 from headrace_router.text.detokenize import line_json
 from headrace_router.validation.bodies import ChatBody
+from headrace_router.validation.responses_body import ENCRYPTS, sealed, without_namespace
 
 
 class ResponsesFormat:
@@ -25,7 +26,8 @@ class ResponsesFormat:
         self._ident = ident
         self._created = created
         self._model = body.model
-        self._repeated = repeated
+        self._repeated = {name: value for name, value in repeated.items() if name != ENCRYPTS}
+        self._encrypts = bool(repeated.get(ENCRYPTS))
         self._running = running
         self._blocks = BlockReader()
         self._number = 0  # sequence number of the next event
@@ -103,9 +105,14 @@ class ResponsesFormat:
             return {"id": ident, "type": "message", "status": status, "role": "assistant", "content": [content]}
         if block.kind == "reasoning":
             content = {"type": "reasoning_text", "text": block.text}
-            return {"id": ident, "type": "reasoning", "status": status, "summary": [], "content": [content]}
+            found = {"id": ident, "type": "reasoning", "status": status, "summary": [], "content": [content]}
+            seals = self._encrypts and status != "in_progress"
+            return {**found, "encrypted_content": sealed(block.text)} if seals else found
         assert block.call is not None
-        named = {"id": ident, "call_id": block.call.ident, "name": block.call.name, "status": status}
+        name, space = without_namespace(block.call.name, self._repeated["tools"])
+        named = {"id": ident, "call_id": block.call.ident, "name": name, "status": status}
+        if space is not None:
+            named["namespace"] = space
         if _is_custom(block):
             return {"type": "custom_tool_call", **named, "input": block.text}
         return {"type": "function_call", **named, "arguments": block.text}
