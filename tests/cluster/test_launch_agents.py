@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tomllib
@@ -11,9 +12,11 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import psutil
 import pytest
 
 from headrace_cluster.cli.agents import AgentName, Target, command_of, variables_of
+from support.e2e.headrace_process import eventually
 
 TARGET = Target("http://127.0.0.1:9000", 'Qwen/"3"', "a-key", 40_000)
 SHOWS_ITSELF = """#!/usr/bin/env python3
@@ -73,9 +76,12 @@ def server() -> Iterator[_Server]:
     made.server_close()
 
 
-def _launch(server: _Server, folder: Path, *arguments: str, agent: str = "codex") -> "subprocess.CompletedProcess[str]":
+def _command(
+    server: _Server, folder: Path, *arguments: str, agent: str = "codex", program: str = SHOWS_ITSELF
+) -> tuple[list[str], dict[str, str]]:
+    """The command line and its environment. program: of the agents that are installed."""
     for name in ("codex", "claude"):
-        (folder / name).write_text(SHOWS_ITSELF)
+        (folder / name).write_text(program)
         (folder / name).chmod(0o755)
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE")}
     env = kept | {
@@ -83,7 +89,11 @@ def _launch(server: _Server, folder: Path, *arguments: str, agent: str = "codex"
         "HEADRACE_HOME": str(folder / "home"),
     }
     address = ("--host", "127.0.0.1", "--port", str(server.server_port))
-    command = [sys.executable, "-m", "headrace_cluster", "launch", agent, *address, *arguments]
+    return [sys.executable, "-m", "headrace_cluster", "launch", agent, *address, *arguments], env
+
+
+def _launch(server: _Server, folder: Path, *arguments: str, **options: str) -> "subprocess.CompletedProcess[str]":
+    command, env = _command(server, folder, *arguments, **options)
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=30, check=False)
 
 
@@ -133,3 +143,18 @@ def test_what_is_wrong_is_said_before_the_agent_starts(server: _Server, tmp_path
     assert refused.returncode == 1 and server.refuses in refused.stderr and not refused.stdout
     wrong = _launch(server, tmp_path, agent="emacs")
     assert wrong.returncode == 2 and "codex" in wrong.stderr
+    server.refuses = ""
+    broken = _launch(server, tmp_path, program="no program")
+    assert broken.returncode == 1 and "codex cannot be run" in broken.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_agent_too(server: _Server, tmp_path: Path, number: signal.Signals) -> None:
+    """As when the terminal is closed; a server that was started for it is stopped in the same way."""
+    command, env = _command(server, tmp_path, program="#!/bin/sh\necho $$\nexec sleep 60\n")
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout is not None
+        agent = int(process.stdout.readline())
+        process.send_signal(number)
+        assert process.wait(20) == 128 + number
+    eventually(lambda: not psutil.pid_exists(agent) or psutil.Process(agent).status() == psutil.STATUS_ZOMBIE, 30)

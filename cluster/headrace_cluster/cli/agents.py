@@ -29,6 +29,7 @@ from headrace_cluster.spec.settings import from_environment
 
 LEAST_CONTEXT = 32 << 10  # tokens: the first prompts of agents have 20,000 and more
 ANSWER_TOKENS = 8 << 10  # of the context, at most, that opencode leaves to an answer
+AGENT_SECONDS = 5.0  # that an agent may take to end after a signal
 START_SECONDS = 900.0  # that a server of this machine may take to start
 READY = "Talk to it"  # in the last message of a start
 KEY_VARIABLE = "HEADRACE_API_KEY"
@@ -199,6 +200,8 @@ def _run(agent: AgentName, target: Target, arguments: Sequence[str]) -> int:
     finally:
         signal.signal(signal.SIGINT, before)
         process.terminate()  # where a signal has ended the wait
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(AGENT_SECONDS)
 
 
 def _await(choice: ServerChoice, api_key: str | None) -> None:
