@@ -167,7 +167,7 @@ def test_hosted_tools_are_left_out_and_named(shared: Any) -> None:
         answer = client.post("/v1/responses", json=body)
     assert answer.status_code == 200 and answer.json()["tools"] == []
     named = answer.headers["x-headrace-ignored-fields"].split(", ")
-    left_out = ["include", "max_tool_calls", "reasoning.summary", "text.verbosity"]
+    left_out = ["include", "max_tool_calls", "text.verbosity"]
     assert sorted(named) == [*left_out, "tools[0].web_search", "tools[1].local_shell"]
 
 
@@ -261,3 +261,20 @@ def test_items_of_tools_that_a_provider_ran_are_left_out(shared: Any) -> None:
     with shared.client() as client:
         answer = client.post("/v1/responses", json={"model": "tiny", "input": items, "max_output_tokens": 5})
     assert answer.status_code == 200 and answer.headers["x-headrace-ignored-fields"] == "input[0].web_search_call"
+
+
+def test_reasoning_is_a_summary_for_clients_that_ask_for_one(harness: Any, make_replica: Any) -> None:
+    """The whole of it: clients such as the AI SDK show no other form."""
+    _start(harness, make_replica)
+    given: dict[str, Any] = {"model": "tiny", "input": "x", "tools": [WEATHER], "reasoning": {"summary": "auto"}}
+    with _client(harness) as client:
+        whole = client.responses.create(**given)
+        events = list(client.responses.create(**given, stream=True))
+    thought = whole.output[0].to_dict()
+    assert thought["summary"] == [{"type": "summary_text", "text": 'I need "tools".'}] and thought["content"] == []
+    last: Any = events[-1]
+    assert _without_ids(last.response.to_dict()) == _without_ids(whole.to_dict())
+    kinds = [event.type for event in events if "reasoning" in event.type]
+    assert kinds[0] == "response.reasoning_summary_part.added" and kinds[-1] == "response.reasoning_summary_part.done"
+    deltas = [event.delta for event in events if event.type == "response.reasoning_summary_text.delta"]
+    assert "".join(deltas) == 'I need "tools".'

@@ -139,8 +139,6 @@ def _name_ignored(value: dict[str, Any], body: ResponsesBody, ignored: IgnoredFi
         ignored.add("truncation")
     if body.text is not None and body.text.verbosity not in (None, "medium"):
         ignored.add("text.verbosity")
-    if body.reasoning is not None and body.reasoning.summary is not None:
-        ignored.add("reasoning.summary")
     if isinstance(wanted := value.get("include"), list) and any(entry != _ENCRYPTED for entry in wanted):
         ignored.add("include")
 

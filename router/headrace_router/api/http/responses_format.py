@@ -28,6 +28,8 @@ class ResponsesFormat:
         self._model = body.model
         self._repeated = {name: value for name, value in repeated.items() if name != ENCRYPTS}
         self._encrypts = bool(repeated.get(ENCRYPTS))
+        # The whole reasoning, in the form that clients show, where they ask for a summary.
+        self._summary = bool((repeated.get("reasoning") or {}).get("summary"))
         self._running = running
         self._blocks = BlockReader()
         self._number = 0  # sequence number of the next event
@@ -45,7 +47,7 @@ class ResponsesFormat:
                 yield from self._begin(step.block)
             elif isinstance(step, Added):
                 added = {"delta": step.text, **({"logprobs": []} if step.block.kind == "text" else {})}
-                yield self._event(f"response.{_kind(step.block)}.delta", **self._place(step.block), **added)
+                yield self._event(f"response.{self._kind(step.block)}.delta", **self._place(step.block), **added)
             else:
                 yield from self._end(step.block, _status(step, update))
         self._finish = update.finish_reason or self._finish
@@ -70,10 +72,10 @@ class ResponsesFormat:
 
     def _begin(self, block: Block) -> Iterator[bytes]:
         item = self._item(block, "in_progress")
-        part = item["content"].pop() if block.kind != "call" else None
+        part = item[self._member(block)].pop() if block.kind != "call" else None
         yield self._event("response.output_item.added", output_index=block.index, item=item)
         if part is not None:
-            yield self._event("response.content_part.added", **self._place(block), part=part)
+            yield self._event(f"response.{self._part(block)}.added", **self._place(block), part=part)
 
     def _end(self, block: Block, status: str) -> Iterator[bytes]:
         item = self._item(block, status)
@@ -84,15 +86,30 @@ class ResponsesFormat:
             done["name"] = item["name"]
         elif block.kind == "text":
             done["logprobs"] = []
-        yield self._event(f"response.{_kind(block)}.done", **place, **done)
+        yield self._event(f"response.{self._kind(block)}.done", **place, **done)
         if block.kind != "call":
-            yield self._event("response.content_part.done", **place, part=item["content"][0])
+            yield self._event(f"response.{self._part(block)}.done", **place, part=item[self._member(block)][0])
         yield self._event("response.output_item.done", output_index=block.index, item=item)
         self._output.append(item)
 
     def _place(self, block: Block) -> dict[str, Any]:
         found: dict[str, Any] = {"item_id": self._item_id(block), "output_index": block.index}
-        return found if block.kind == "call" else found | {"content_index": 0}
+        return found if block.kind == "call" else found | {f"{self._member(block)}_index": 0}
+
+    def _member(self, block: Block) -> str:
+        """The list of an item that has the block's text."""
+        return "summary" if block.kind == "reasoning" and self._summary else "content"
+
+    def _part(self, block: Block) -> str:
+        return "content_part" if self._member(block) == "content" else "reasoning_summary_part"
+
+    def _kind(self, block: Block) -> str:
+        """The name of the block's own events."""
+        if block.kind == "call":
+            return "custom_tool_call_input" if _is_custom(block) else "function_call_arguments"
+        if block.kind == "text":
+            return "output_text"
+        return "reasoning_text" if self._member(block) == "content" else "reasoning_summary_text"
 
     def _item_id(self, block: Block) -> str:
         before = {"text": "msg", "reasoning": "rs", "call": "ctc" if _is_custom(block) else "fc"}[block.kind]
@@ -104,8 +121,10 @@ class ResponsesFormat:
             content = {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
             return {"id": ident, "type": "message", "status": status, "role": "assistant", "content": [content]}
         if block.kind == "reasoning":
-            content = {"type": "reasoning_text", "text": block.text}
-            found = {"id": ident, "type": "reasoning", "status": status, "summary": [], "content": [content]}
+            member = self._member(block)
+            kind = "reasoning_text" if member == "content" else "summary_text"
+            texts: dict[str, Any] = {"summary": [], "content": []} | {member: [{"type": kind, "text": block.text}]}
+            found = {"id": ident, "type": "reasoning", "status": status, **texts}
             seals = self._encrypts and status != "in_progress"
             return {**found, "encrypted_content": sealed(block.text)} if seals else found
         assert block.call is not None
@@ -149,13 +168,6 @@ class ResponsesFormat:
 
 def _is_custom(block: Block) -> bool:
     return block.call is not None and block.call.custom
-
-
-def _kind(block: Block) -> str:
-    """The name of the block's own events."""
-    if block.kind == "call":
-        return "custom_tool_call_input" if _is_custom(block) else "function_call_arguments"
-    return "output_text" if block.kind == "text" else "reasoning_text"
 
 
 def _status(closed: Closed, update: ChoiceUpdate) -> str:
