@@ -180,6 +180,7 @@ def test_which_rows_the_templates_choose(templates: dict[str, str]) -> None:
         assert template.takes_several_calls is (name not in single), name
 
 
+@pytest.mark.faults("tools")
 def test_each_turn_of_a_loop_with_tools_extends_the_last_one_or_the_template_is_named(
     templates: dict[str, str],
 ) -> None:
@@ -220,6 +221,7 @@ def test_each_turn_of_a_loop_with_tools_extends_the_last_one_or_the_template_is_
     assert len(families) > 10 and 10 < parts < 20 and len(named) > 8, (families, parts, named)
 
 
+@pytest.mark.faults("tools")
 def test_each_turn_of_a_loop_repeats_the_tokens_of_the_last_one(
     templates: dict[str, str], tokenizer: Tokenizer
 ) -> None:
