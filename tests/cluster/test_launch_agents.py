@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -116,6 +117,23 @@ def test_the_settings_of_each_agent() -> None:
         "ANTHROPIC_MODEL", "ANTHROPIC_SMALL_FAST_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL"
     }  # fmt: skip
     assert variables["ANTHROPIC_BASE_URL"] == TARGET.url and variables["ANTHROPIC_AUTH_TOKEN"] == "a-key"
+
+
+def test_the_recipes_by_hand_say_the_same() -> None:
+    """Those of docs/agents.md."""
+    page = (Path(__file__).parents[2] / "docs" / "agents.md").read_text()
+    blocks = dict(re.findall(r"^```(toml|json)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL))
+    target = Target("http://127.0.0.1:8000", "smollm2", "none", 65_536)
+    assert tomllib.loads(blocks["toml"]) == tomllib.loads("\n".join(command_of(AgentName.CODEX, target, [])[2::2]))
+    config = json.loads(blocks["json"])
+    launched = json.loads(variables_of(AgentName.OPENCODE, target)["OPENCODE_CONFIG_CONTENT"])
+    by_hand, ours = config["provider"]["headrace"], launched["provider"]["headrace"]
+    assert (
+        config["model"] == launched["model"] and by_hand["options"] == ours["options"] and by_hand["npm"] == ours["npm"]
+    )
+    variables = variables_of(AgentName.CLAUDE, target)
+    named = dict(re.findall(r"\b((?:ANTHROPIC|CLAUDE)_\w+)=(\S+)", page))
+    assert len(named) == 6 and named.items() <= variables.items()
 
 
 def test_the_agent_runs_with_its_own_arguments_and_exit_code(server: _Server, tmp_path: Path) -> None:
