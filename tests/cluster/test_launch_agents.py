@@ -166,6 +166,7 @@ def test_what_is_wrong_is_said_before_the_agent_starts(server: _Server, tmp_path
     assert broken.returncode == 1 and "codex cannot be run" in broken.stderr
 
 
+@pytest.mark.faults("tools")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_the_agent_too(server: _Server, tmp_path: Path, number: signal.Signals) -> None:
     """As when the terminal is closed; a server that was started for it is stopped in the same way."""

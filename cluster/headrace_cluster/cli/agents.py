@@ -29,7 +29,7 @@ from headrace_cluster.spec.settings import from_environment
 
 LEAST_CONTEXT = 32 << 10  # tokens: the first prompts of agents have 20,000 and more
 ANSWER_TOKENS = 8 << 10  # of the context, at most, that opencode leaves to an answer
-AGENT_SECONDS = 5.0  # that an agent may take to end after a signal
+ENDING = (signal.SIGTERM, signal.SIGHUP)
 START_SECONDS = 900.0  # that a server of this machine may take to start
 READY = "Talk to it"  # in the last message of a start
 KEY_VARIABLE = "HEADRACE_API_KEY"
@@ -154,8 +154,6 @@ def launch(
     """
     if shutil.which(agent) is None:
         raise LaunchError(f"{agent} is not installed, or not in PATH; one way: {INSTALL[agent]}")
-    for number in (signal.SIGTERM, signal.SIGHUP):  # so that what was started is stopped
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
     host = host or from_environment(os.environ).get("host")
     arguments = context.meta["arguments"]
     server = choose(choice, state.running()) if host is None else None
@@ -190,18 +188,28 @@ def _run(agent: AgentName, target: Target, arguments: Sequence[str]) -> int:
     """Runs the agent to its end; its exit code."""
     show_message(f"{agent} uses {target.model} of {target.url}")
     environment = {**os.environ, **variables_of(agent, target)}
+    ended: list[int] = []
+    process: subprocess.Popen[bytes] | None = None
+
+    def end(number: int, _: object) -> None:
+        ended.append(number)
+        if process is not None:
+            process.terminate()
+
+    for number in ENDING:  # the agent ends, and then this process
+        signal.signal(number, end)
     try:
         process = subprocess.Popen(command_of(agent, target, arguments), env=environment)
     except OSError as error:
         raise LaunchError(f"{agent} cannot be run: {error.strerror}") from error
+    if ended:
+        process.terminate()
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the agent
     try:
-        return process.wait()
+        code = process.wait()
     finally:
         signal.signal(signal.SIGINT, before)
-        process.terminate()  # where a signal has ended the wait
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(AGENT_SECONDS)
+    return 128 + ended[0] if ended else code
 
 
 def _await(choice: ServerChoice, api_key: str | None) -> None:
@@ -236,6 +244,8 @@ def _started(model: str | None) -> Iterator[ApiClient]:
 
     threading.Thread(target=show, daemon=True).start()
     try:
+        for number in ENDING:  # so that the server is stopped
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
         while not ready.wait(0.2):
             if process.poll() is not None:
                 raise LaunchError("the server has ended; its messages are above")
