@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from support.e2e.headrace_process import SMALL, Serve
+from support.e2e.headrace_process import SMALL, Serve, headrace
 
 pytestmark = pytest.mark.faults("serve")
 
@@ -44,9 +44,15 @@ def _body(path: str, texts: list[str], *, tool: bool = False, tokens: int = 200)
     return {**found, "stream": True}
 
 
+def _name(path: str) -> str:
+    """The id of the request whose replica is killed."""
+    return f"killed{path.replace('/', '-')}"
+
+
 def _events(serve: Serve, path: str, body: dict[str, Any], at: Callable[[int], None] | None = None) -> Iterator[Any]:
     """at: called with the number of each event."""
-    with httpx.stream("POST", f"{serve.url}{path}", json=body, timeout=90, trust_env=False) as response:
+    named = {"x-request-id": _name(path)} if at is not None else {}
+    with httpx.stream("POST", f"{serve.url}{path}", json=body, headers=named, timeout=90, trust_env=False) as response:
         assert response.status_code == 200, response.read()
         count = 0
         for line in response.iter_lines():
@@ -120,12 +126,13 @@ def test_a_call_goes_on_after_kill_9_in_each_dialect(
         assert len(expected[1]) > 160, expected
         killed: list[str] = []
 
-        def kill(number: int, killed: list[str] = killed) -> None:
+        def kill(number: int, path: str = path, killed: list[str] = killed) -> None:
             """The replica that runs the request, inside of the call."""
             if number == 20:
-                busy = [replica for replica in ready() if replica["load"]["running"]] or ready()
-                killed.append(busy[0]["id"])
-                os.kill(busy[0]["ranks"][0]["pid"], signal.SIGKILL)
+                account = json.loads(headrace(serve.home, "explain", _name(path), "--json").stdout)
+                killed.append(account["decisions"][0]["replica_id"])
+                (replica,) = [one for one in ready() if one["id"] == killed[0]]
+                os.kill(replica["ranks"][0]["pid"], signal.SIGKILL)
 
         moved = _answer(path, _events(serve, path, body, kill))
         assert killed and moved[:2] == expected[:2], path

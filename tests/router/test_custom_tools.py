@@ -38,11 +38,6 @@ def _start(harness: Any, make_replica: Any, **options: Any) -> Any:
     return replica
 
 
-def _prompt(replica: Any) -> str:
-    text: str = replica.tokenizer.decode(replica.submits[-1].prompt_token_ids, skip_special_tokens=False)
-    return text
-
-
 def _body(**fields: Any) -> dict[str, Any]:
     return {"model": "tiny", "messages": MESSAGES, "tools": [RUN, TIME], **fields}
 
@@ -162,7 +157,7 @@ def test_the_openai_client_reads_calls_of_custom_tools(harness: Any, make_replic
     shown = {"name": "run", "description": "Runs Python."}
     parameters = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
     function = {**shown, "parameters": {**parameters, "additionalProperties": False}}
-    assert json.dumps([{"type": "function", "function": function}, TIME]) in _prompt(replica)
+    assert json.dumps([{"type": "function", "function": function}, TIME]) in replica.last_prompt
 
     chunks = [*client.chat.completions.create(**_body(), stream=True)]
     parts = [part.to_dict() for chunk in chunks for part in chunk.choices[0].delta.tool_calls or ()]
@@ -180,7 +175,7 @@ def test_a_loop_of_two_steps(harness: Any, make_replica: Any) -> None:
     results = [{"role": "tool", "tool_call_id": call.id, "content": "done"} for call in message.tool_calls]
     without_type = {"role": "assistant", "tool_calls": [{"custom": {"name": "run", "input": "<|im_end|>"}}]}
     client.chat.completions.create(**_body(messages=[*MESSAGES, message, *results, without_type]))
-    prompt = _prompt(replica)
+    prompt = replica.last_prompt
     called = json.dumps({"name": "run", "arguments": {"input": CODE}}, ensure_ascii=False)
     assert f"<tool_call>{called}</tool_call>" in prompt and prompt.count("<|im_start|>tool\ndone<|im_end|>") == 2
     end = replica.tokenizer.token_to_id("<|im_end|>")
@@ -222,7 +217,7 @@ def test_formats_and_choices_are_grammars(harness: Any, make_replica: Any) -> No
 
     assert not grammar(tools=[{"type": "custom", "custom": {**RUN["custom"], "format": {"type": "text"}}}, TIME])
     assert "get_time" in grammar(tools=[_grammar('start: "a" LF\n%import common.LF'), TIME]), "and other calls"
-    assert "Text of this Lark grammar:\\nstart:" in _prompt(replica)
+    assert "Text of this Lark grammar:\\nstart:" in replica.last_prompt
     assert "[0-9]" in grammar(tools=[_grammar(r"\d+/x", "regex")])
     named = {"type": "custom", "custom": {"name": "run"}}
     assert "run" in (found := grammar(tool_choice=named)) and "get_time" not in found and '\\"input\\"' in found
@@ -247,10 +242,10 @@ def test_only_some_tools_may_be_called(harness: Any, make_replica: Any) -> None:
 
     run = {"type": "custom", "custom": {"name": "run"}}
     client.chat.completions.create(**_body())
-    listed = _prompt(replica)
+    listed = replica.last_prompt
     for mode in ("auto", "required"):
         found = grammar(mode, TIME)
-        assert "get_time" in found and "run" not in found and _prompt(replica) == listed, "the cached prefix is kept"
+        assert "get_time" in found and "run" not in found and replica.last_prompt == listed, "the cached prefix is kept"
         assert ("TEXT" in found) is (mode == "auto")
     assert not grammar("auto", TIME, run)  # all of them
     assert "get_time" in (found := grammar("required", TIME, run)) and "run" in found
@@ -307,7 +302,7 @@ def test_the_same_over_grpc(harness: Any, make_replica: Any) -> None:
     parts = [part for event in harness.call(events()) for part in event.tool_calls]
     assert "".join(part.arguments for part in parts if part.custom) == CODE
     assert [(part.name, part.custom) for part in parts if part.id] == [("run", True), ("get_time", False)]
-    assert '<tool_call>{"name": "run", "arguments": {"input": "1\\n2"}}</tool_call>' in _prompt(replica)
+    assert '<tool_call>{"name": "run", "arguments": {"input": "1\\n2"}}</tool_call>' in replica.last_prompt
     chat.allowed_tools.append("get_time")
     harness.call(events())
     assert "get_time" in replica.submits[-1].grammar and "run" not in replica.submits[-1].grammar

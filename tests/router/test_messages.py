@@ -40,11 +40,6 @@ def _start(harness: Any, make_replica: Any, config: Any = None, **options: Any) 
     return replica
 
 
-def _prompt(replica: Any) -> str:
-    text: str = replica.tokenizer.decode(replica.submits[-1].prompt_token_ids, skip_special_tokens=False)
-    return text
-
-
 def _content(message: Any) -> list[dict[str, Any]]:
     """The blocks without their ids."""
     return [{name: value for name, value in block.items() if name != "id"} for block in message.to_dict()["content"]]
@@ -111,7 +106,7 @@ def test_a_conversation_with_tools_becomes_the_chat(harness: Any, make_replica: 
             model="tiny", max_tokens=50, messages=messages, system=system, tools=[WEATHER], stop_sequences=["sunny"]
         )
         counted = client.messages.count_tokens(model="tiny", messages=messages, system=system, tools=[WEATHER])
-    prompt = _prompt(replica)
+    prompt = replica.last_prompt
     for part in ("system\nBe brief.", "One moment.", '"name": "get_weather"', "tool\n20 degrees", "In one sentence."):
         assert part in prompt
     assert prompt.index("20 degrees") < prompt.index("In one sentence.")
@@ -125,7 +120,7 @@ def test_an_answer_that_is_begun_goes_on(harness: Any, make_replica: Any) -> Non
     with _client(harness) as client:
         begun: list[Any] = [*ASKED, {"role": "assistant", "content": "The sky is"}]
         answer = client.messages.create(model="tiny", max_tokens=50, messages=begun)
-    assert _prompt(replica).endswith("The sky is") and _content(answer)[0]["text"] == " blue"
+    assert replica.last_prompt.endswith("The sky is") and _content(answer)[0]["text"] == " blue"
     assert answer.stop_reason == "end_turn"
 
 
@@ -257,4 +252,4 @@ def test_a_conversation_that_began_elsewhere_goes_on(harness: Any, make_replica:
     named = answer.headers["x-headrace-ignored-fields"]
     for part in ("server_tool_use", "web_search_tool_result", "messages[2].content[0].content[0].image"):
         assert part in named
-    assert "[image: only text can be read here]" in _prompt(replica) and "I look." in _prompt(replica)
+    assert "[image: only text can be read here]" in replica.last_prompt and "I look." in replica.last_prompt

@@ -35,11 +35,6 @@ def _start(harness: Any, make_replica: Any, **options: Any) -> Any:
     return replica
 
 
-def _prompt(replica: Any) -> str:
-    text: str = replica.tokenizer.decode(replica.submits[-1].prompt_token_ids, skip_special_tokens=False)
-    return text
-
-
 @pytest.mark.parametrize("tokens", [1, 500])
 def test_a_chat_with_tools_streamed_and_whole(harness: Any, make_replica: Any, tokens: int) -> None:
     _start(harness, make_replica, tokens_per_delta=tokens)
@@ -82,7 +77,7 @@ def test_a_conversation_becomes_the_chat(harness: Any, make_replica: Any) -> Non
     assert (
         answer.json()["message"] == {"role": "assistant", "content": "hi"} and answer.json()["model"] == "tiny:latest"
     )
-    prompt, sampling = _prompt(replica), replica.submits[-1].sampling
+    prompt, sampling = replica.last_prompt, replica.submits[-1].sampling
     assert "system\nBe brief." in prompt and prompt.index("tool\nnoon") < prompt.index("tool\n20 degrees")
     assert sampling.max_tokens == 5 and sampling.temperature == 0 and sampling.repetition_penalty == 1.5
     pruned = {"model": "tiny", "messages": [messages[-1], {"role": "assistant", "content": None}, *ASKED]}
@@ -94,9 +89,9 @@ def test_a_prompt_with_and_without_the_template(harness: Any, make_replica: Any)
     replica = _start(harness, make_replica, reply="one two three")
     client = _client(harness)
     whole = client.generate("tiny", "Count.", system="Be brief.", options={"num_predict": 2})
-    assert whole.done_reason == "length" and "system\nBe brief." in _prompt(replica)
+    assert whole.done_reason == "length" and "system\nBe brief." in replica.last_prompt
     parts = [*client.generate("tiny", "Count.", raw=True, stream=True)]
-    assert _prompt(replica) == "Count." and "".join(part.response or "" for part in parts) == "one two three"
+    assert replica.last_prompt == "Count." and "".join(part.response or "" for part in parts) == "one two three"
     assert parts[-1].done and parts[-1].done_reason == "stop"
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}}
     client.generate("tiny", "Count.", format=schema)

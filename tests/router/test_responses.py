@@ -28,11 +28,6 @@ def _start(harness: Any, make_replica: Any, **options: Any) -> Any:
     return replica
 
 
-def _prompt(replica: Any) -> str:
-    text: str = replica.tokenizer.decode(replica.submits[-1].prompt_token_ids, skip_special_tokens=False)
-    return text
-
-
 def _without_ids(value: Any) -> Any:
     """Without what is drawn for each answer."""
     if isinstance(value, dict):
@@ -103,7 +98,7 @@ def test_a_conversation_with_tools_becomes_the_chat(harness: Any, make_replica: 
         answer = client.responses.create(
             model="tiny", instructions="Be brief.", input=items, tools=[WEATHER], max_output_tokens=2
         )
-    prompt = _prompt(replica)
+    prompt = replica.last_prompt
     assert "system\nBe brief.\n\nUse tools.<|im_end|>" in prompt and prompt.count("<|im_start|>assistant") == 2
     assert "<think>Look.</think>One moment.<tool_call>" in prompt
     assert prompt.index("tool\n20 degrees") < prompt.index("tool\n9 degrees")
@@ -234,7 +229,7 @@ def test_tools_in_a_namespace_are_offered_and_called(harness: Any, make_replica:
         assert "x-headrace-ignored-fields" not in answer.headers
         output = {"type": "function_call_output", "call_id": item["call_id"], "output": "striped"}
         client.post("/v1/responses", json={**body, "input": [{"role": "user", "content": "x"}, item, output]})
-    assert '"name": "mcp__zoo__look"' in _prompt(replica) and "striped" in _prompt(replica)
+    assert '"name": "mcp__zoo__look"' in replica.last_prompt and "striped" in replica.last_prompt
 
 
 def test_reasoning_comes_back_in_the_form_that_was_asked_for(harness: Any, make_replica: Any) -> None:
@@ -250,10 +245,10 @@ def test_reasoning_comes_back_in_the_form_that_was_asked_for(harness: Any, make_
             "encrypted_content": thought["encrypted_content"],
         }
         client.post("/v1/responses", json={**body, "input": [bare, said, {"role": "user", "content": "y"}]})
-        assert "<think>I need it.</think>hi" in _prompt(replica)
+        assert "<think>I need it.</think>hi" in replica.last_prompt
         foreign = {**bare, "encrypted_content": "gAAAA"}
         again = client.post("/v1/responses", json={**body, "input": [foreign, said, {"role": "user", "content": "y"}]})
-    assert again.status_code == 200 and "I need it" not in _prompt(replica)
+    assert again.status_code == 200 and "I need it" not in replica.last_prompt
 
 
 def test_items_of_tools_that_a_provider_ran_are_left_out(shared: Any) -> None:

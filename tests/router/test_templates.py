@@ -18,7 +18,7 @@ from headrace_router.text.answer_memory import AnswerMemory, message_digest, mes
 from headrace_router.text.chat_template import ChatTemplate, ChatTemplateError
 from headrace_router.text.model_card import LoadedTokenizer, ModelCard, with_known_roles
 from headrace_router.text.text_encoder import CLIENT, RenderedChat, UnmarkedChatError
-from headrace_router.text.turn_check import parting, turn_problem
+from headrace_router.text.turn_check import parted_texts, turn_problem
 from support.router.fake_replica import FakeReplica
 
 PACKAGE = "llama-cpp-python==0.3.36"  # its source distribution contains llama.cpp's collection
@@ -201,7 +201,7 @@ def test_each_turn_of_a_loop_with_tools_extends_the_last_one_or_the_template_is_
             messages.append({"role": "assistant", "content": "Looking." * (turn % 2), "tool_calls": [call], **thought})
             messages.append({"role": "tool", "tool_call_id": call["id"], "name": "get_weather", "content": "sunny"})
         try:
-            parted = [parting(render, messages, turn, {"tools": TOOLS}) for turn in range(1, 41, 2)]
+            parted = [parted_texts(render, messages, turn, {"tools": TOOLS}) for turn in range(1, 41, 2)]
         except ChatTemplateError:
             continue  # it takes no such messages
         problem = turn_problem(

@@ -34,11 +34,6 @@ PLAIN = (
 )
 
 
-def _prompt(replica: Any) -> str:
-    text: str = replica.tokenizer.decode(replica.submits[-1].prompt_token_ids, skip_special_tokens=False)
-    return text
-
-
 def _body(**fields: Any) -> dict[str, Any]:
     return {"model": "tiny", "messages": MESSAGES, "tools": [WEATHER, TIME], **fields}
 
@@ -69,7 +64,7 @@ def test_the_openai_client_reads_calls_and_reasoning(harness: Any, make_replica:
     assert len({call.id for call in message.tool_calls}) == 2 and {call.type for call in message.tool_calls} == {
         "function"
     }
-    assert json.dumps(WEATHER, ensure_ascii=False) in _prompt(replica)
+    assert json.dumps(WEATHER, ensure_ascii=False) in replica.last_prompt
 
     with client.chat.completions.stream(**_body()) as stream:
         chunks = [event.chunk for event in stream if event.type == "chunk"]
@@ -95,7 +90,7 @@ def test_a_loop_of_two_steps(harness: Any, make_replica: Any) -> None:
         for place, call in enumerate(message["tool_calls"])
     ]
     _post(harness, messages=[*MESSAGES, message, *results])
-    prompt = _prompt(replica)
+    prompt = replica.last_prompt
     assert '<tool_call>{"name": "get_weather", "arguments": {"city": "Zürich 🙂"}}</tool_call>' in prompt
     assert "<|im_start|>tool\nresult 0<|im_end|>" in prompt and "<|im_start|>tool\nresult 1<|im_end|>" in prompt
 
@@ -104,12 +99,12 @@ def test_a_template_without_tools_gets_a_text_about_them(harness: Any, make_repl
     replica = _start(harness, make_replica, chat_template=PLAIN, reply=ANSWER.partition("\n\n")[2])
     message = _post(harness)["choices"][0]["message"]
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["get_weather", "get_time"]
-    prompt = _prompt(replica)
+    prompt = replica.last_prompt
     assert prompt.startswith("<|im_start|>system\nYou can use tools.")
     assert json.dumps(WEATHER["function"], ensure_ascii=False) in prompt
     result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "sunny"}
     _post(harness, messages=[{"role": "system", "content": "Be kind."}, *MESSAGES, message, result])
-    prompt = _prompt(replica)
+    prompt = replica.last_prompt
     assert prompt.startswith("<|im_start|>system\nBe kind.\n\nYou can use tools.")
     assert "<|im_start|>user\n<tool_response>\nsunny\n</tool_response><|im_end|>" in prompt
     assert '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call><|im_end|>' in prompt
@@ -131,12 +126,12 @@ def test_a_template_named_tool_use_is_that_of_chats_with_tools(harness: Any, mak
     reply = f'{begin}functions.get_weather:0{args}{{"city": "Bern"}}{end}'
     replica = _start(harness, make_replica, chat_template=PLAIN, named_templates=named, reply=reply)
     choice = _post(harness)["choices"][0]
-    assert _prompt(replica) == _as_transformers(replica, [WEATHER, TIME]) and "<tools>" in _prompt(replica)
+    assert replica.last_prompt == _as_transformers(replica, [WEATHER, TIME]) and "<tools>" in replica.last_prompt
     (call,) = choice["message"]["tool_calls"]
     assert (choice["finish_reason"], call["function"]["name"]) == ("tool_calls", "get_weather")
     assert call["id"].startswith("functions.get_weather:")
     assert _post(harness, tools=None)["choices"][0]["message"]["content"] == reply
-    assert _prompt(replica) == _as_transformers(replica, None) and "<tools>" not in _prompt(replica)
+    assert replica.last_prompt == _as_transformers(replica, None) and "<tools>" not in replica.last_prompt
     _post(harness, tool_choice="required")
     assert "tool_call_argument_begin" in replica.submits[-1].grammar
 
@@ -144,7 +139,7 @@ def test_a_template_named_tool_use_is_that_of_chats_with_tools(harness: Any, mak
 def test_named_templates_without_a_default(harness: Any, make_replica: Any) -> None:
     replica = _start(harness, make_replica, chat_template="", named_templates={"rag": "no", "tool_use": TEMPLATE})
     assert _post(harness)["choices"][0]["finish_reason"] == "tool_calls"
-    assert _prompt(replica) == _as_transformers(replica, [WEATHER, TIME])
+    assert replica.last_prompt == _as_transformers(replica, [WEATHER, TIME])
     with harness.client() as client:
         answer = client.post("/v1/chat/completions", json=_body(tools=None))
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "chat_template_error")
@@ -159,11 +154,11 @@ def test_which_tools_may_be_called(harness: Any, make_replica: Any) -> None:
     none = _post(harness, tool_choice="none")["choices"][0]
     assert none["finish_reason"] == "stop" and "tool_calls" not in none["message"]
     assert "<tool_call>" in none["message"]["content"] and not replica.submits[-1].grammar
-    listed = _prompt(replica)
+    listed = replica.last_prompt
     _post(harness, tool_choice="none", response_format={"type": "json_object"})
     assert "<tool_call>" not in replica.submits[-1].grammar
     _post(harness)
-    assert _prompt(replica) == listed and "<tools>" in listed, "an agent that ends with none keeps its cached prefix"
+    assert replica.last_prompt == listed and "<tools>" in listed, "an agent that ends with none keeps its cached prefix"
     one = _post(harness, parallel_tool_calls=False)["choices"][0]
     assert one["finish_reason"] == "tool_calls" and len(one["message"]["tool_calls"]) == 1
     _post(harness, tool_choice="required")
@@ -172,7 +167,7 @@ def test_which_tools_may_be_called(harness: Any, make_replica: Any) -> None:
     assert "get_weather" in replica.submits[-1].grammar and "get_time" not in replica.submits[-1].grammar
     strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
     _post(harness, tools=[strict])
-    assert "city" in replica.submits[-1].grammar and '"strict"' not in _prompt(replica)
+    assert "city" in replica.submits[-1].grammar and '"strict"' not in replica.last_prompt
     _post(harness, response_format={"type": "json_object"})
     assert "constraint" in replica.submits[-1].grammar
 
@@ -255,7 +250,7 @@ def test_a_call_that_was_cut_off_is_taken_back_as_text(
         {"role": "tool", "tool_call_id": "a", "content": "It was cut off."},
     ]
     _post(harness, messages=messages)
-    assert f'<tool_call>{{"name": "get_time", "arguments": {rendered}}}</tool_call>' in _prompt(replica)
+    assert f'<tool_call>{{"name": "get_time", "arguments": {rendered}}}</tool_call>' in replica.last_prompt
     end = replica.tokenizer.token_to_id("<|im_end|>")
     assert list(replica.submits[-1].prompt_token_ids).count(end) == 3
 
@@ -279,7 +274,7 @@ def test_every_template_gets_such_a_call(harness: Any, make_replica: Any, templa
     replica = _start(harness, make_replica, chat_template=template)
     call = {"id": "a", "type": "function", "function": {"name": "get_time", "arguments": '{"at": "12'}}
     _post(harness, messages=[*MESSAGES, {"role": "assistant", "tool_calls": [call]}])
-    assert rendered in _prompt(replica)
+    assert rendered in replica.last_prompt
 
 
 NOT_FOLLOWED: dict[str, dict[str, Any]] = {
@@ -369,7 +364,7 @@ def test_the_same_over_grpc(harness: Any, make_replica: Any) -> None:
     parts = [part for event in found for part in event.tool_calls]
     assert [(part.index, part.name) for part in parts if part.id] == [(0, "get_weather"), (1, "get_time")]
     assert json.loads("".join(part.arguments for part in parts if not part.index)) == {"city": "Zürich 🙂"}
-    assert json.dumps(WEATHER, ensure_ascii=False) in _prompt(replica) and '"city": "Bern"' in _prompt(replica)
+    assert json.dumps(WEATHER, ensure_ascii=False) in replica.last_prompt and '"city": "Bern"' in replica.last_prompt
     chat.tool_choice = "required"
     harness.call(events())
     assert "get_time" in replica.submits[-1].grammar
@@ -393,7 +388,7 @@ def test_control_tokens_in_definitions_of_tools_are_text(harness: Any, make_repl
     _post(harness, tools=[{"type": "function", "function": place}])
     end = replica.tokenizer.token_to_id("<|im_end|>")
     assert list(replica.submits[-1].prompt_token_ids).count(end) == 1 and "<|im_end|>" in json.dumps(place)
-    assert json.dumps(place["description"]) in _prompt(replica) if "description" in place else True
+    assert json.dumps(place["description"]) in replica.last_prompt if "description" in place else True
 
 
 def test_control_tokens_in_results_and_arguments_are_text(harness: Any, make_replica: Any) -> None:
@@ -408,7 +403,7 @@ def test_control_tokens_in_results_and_arguments_are_text(harness: Any, make_rep
     _post(harness, messages=messages)
     ids = list(replica.submits[-1].prompt_token_ids)
     end, start = (replica.tokenizer.token_to_id(token) for token in ("<|im_end|>", "<|im_start|>"))
-    assert (ids.count(end), ids.count(start)) == (3, 4) and _prompt(replica).count("<|im_end|>") == 5
+    assert (ids.count(end), ids.count(start)) == (3, 4) and replica.last_prompt.count("<|im_end|>") == 5
 
 
 def test_messages_that_clients_send_back(harness: Any, make_replica: Any) -> None:
@@ -428,7 +423,7 @@ def test_messages_that_clients_send_back(harness: Any, make_replica: Any) -> Non
     ]
     tool = {**WEATHER, "annotations": None, "function": {**WEATHER["function"], "return": {}}}
     _post(harness, messages=messages, tools=[tool], chat_template_kwargs={"now": 1, "template": 2, "self": 3})
-    assert '<tool_call>{"name": "get_time", "arguments": {}}</tool_call>' in _prompt(replica)
+    assert '<tool_call>{"name": "get_time", "arguments": {}}</tool_call>' in replica.last_prompt
 
 
 def test_a_template_whose_calls_are_not_known(harness: Any, make_replica: Any) -> None:

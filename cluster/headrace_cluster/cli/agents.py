@@ -20,18 +20,18 @@ from typer.core import TyperCommand
 
 from headrace_base.errors import HeadraceError
 from headrace_cluster.cli import options as o
-from headrace_cluster.cli.api_client import ApiClient, api_client
+from headrace_cluster.cli.api_client import api_client
 from headrace_cluster.cli.servers import ServerChoice, choose
 from headrace_cluster.errors import NotRunningError
 from headrace_cluster.launch.display import show_message
 from headrace_cluster.local import state
+from headrace_cluster.local.state import ServeState
 from headrace_cluster.spec.settings import from_environment
 
 LEAST_CONTEXT = 32 << 10  # tokens: the first prompts of agents have 20,000 and more
 ANSWER_TOKENS = 8 << 10  # of the context, at most, that opencode leaves to an answer
 ENDING = (signal.SIGTERM, signal.SIGHUP)
 START_SECONDS = 900.0  # that a server of this machine may take to start
-READY = "Talk to it"  # in the last message of a start
 KEY_VARIABLE = "HEADRACE_API_KEY"
 NO_KEY = "none"  # where the server needs no key: agents insist on one
 
@@ -112,7 +112,7 @@ def variables_of(agent: AgentName, target: Target) -> dict[str, str]:
     }
 
 
-def test_call(agent: AgentName, model: str) -> tuple[str, dict[str, Any]]:
+def trial_request(agent: AgentName, model: str) -> tuple[str, dict[str, Any]]:
     """Path and body of a request such as the agent sends, for one token."""
     asked = [{"role": "user", "content": "Hi"}]
     if agent is AgentName.CODEX:
@@ -156,23 +156,24 @@ def launch(
         raise LaunchError(f"{agent} is not installed, or not in PATH; one way: {INSTALL[agent]}")
     host = host or from_environment(os.environ).get("host")
     arguments = context.meta["arguments"]
-    server = choose(choice, state.running()) if host is None else None
     named = choice.given and not choice.given.startswith("HEADRACE_")  # a variable is also for the server that starts
-    if host is not None or server is not None or named:
-        if server is not None:
-            _await(choice, api_key)
-        client = api_client(choice, host, api_key, ca=ca)
-        certificate = ca or (Path(server.tls_cert) if server is not None and server.tls_cert else None)
-        raise typer.Exit(_run(agent, _target(agent, client, model, api_key, certificate), arguments))
-    with _started(model) as client:
-        code = _run(agent, _target(agent, client, None, None, None), arguments)
+    if host is not None or named or choose(choice, state.running()) is not None:
+        code = _run(agent, _target(agent, choice, host, model, api_key, ca), arguments)
+    else:
+        with _started(model) as started:
+            code = _run(agent, _target(agent, started, None, None, api_key, ca), arguments)
     raise typer.Exit(code)
 
 
-def _target(agent: AgentName, client: ApiClient, model: str | None, key: str | None, ca: Path | None) -> Target:
+def _target(
+    agent: AgentName, choice: ServerChoice, host: str | None, model: str | None, key: str | None, ca: Path | None
+) -> Target:
     """The model and its context, after a request for one token. model: None = the first one."""
-    listed = client.described()
-    entry = client.describe(model) if model is not None else listed[0]
+    if host is None:
+        server = _await(choice, key)
+        ca = ca or (Path(server.tls_cert) if server is not None and server.tls_cert else None)
+    client = api_client(choice, host, key, ca=ca)
+    entry = client.describe(model) if model is not None else client.described()[0]
     length = entry.get("max_model_len")
     if length is not None and length < LEAST_CONTEXT:
         show_message(
@@ -180,7 +181,7 @@ def _target(agent: AgentName, client: ApiClient, model: str | None, key: str | N
             f"server with --max-model-len {2 * LEAST_CONTEXT}; a model that takes less cannot run all agents",
             "warning",
         )
-    client.post(*test_call(agent, str(entry["id"])))
+    client.post(*trial_request(agent, str(entry["id"])))
     return Target(client.url, str(entry["id"]), key or NO_KEY, length, ca)
 
 
@@ -212,45 +213,52 @@ def _run(agent: AgentName, target: Target, arguments: Sequence[str]) -> int:
     return 128 + ended[0] if ended else code
 
 
-def _await(choice: ServerChoice, api_key: str | None) -> None:
-    """Waits for a server of this machine that is starting, until it has a model that is ready."""
+def _await(choice: ServerChoice, key: str | None) -> ServeState | None:
+    """The server of this machine, once it has a model that is ready; None if there is none, or not any more."""
     end, told = time.monotonic() + START_SECONDS, False
     while (server := choose(choice, state.running())) is not None and time.monotonic() < end:
         with suppress(NotRunningError):
-            if not server.starting and api_client(choice, None, api_key).ready():
-                return
+            if not server.starting and api_client(choice, None, key).ready():
+                break
         if not told:
-            show_message("the server is still starting: waiting for it")
+            show_message("waiting for the server, which is starting")
             told = True
         time.sleep(0.5)
+    return server
 
 
 @contextmanager
-def _started(model: str | None) -> Iterator[ApiClient]:
-    """A server for this agent; it is stopped at the end. Raises LaunchError."""
+def _started(model: str | None) -> Iterator[ServerChoice]:
+    """A server for this agent; it is stopped at the end. Raises LaunchError.
+
+    Its messages are shown until the agent has the terminal.
+    """
     show_message("no server runs here: one is started, and stopped when the agent ends")
     command = [sys.executable, "-m", "headrace_cluster", "serve", *([model] if model is not None else [])]
     nothing, pipe = subprocess.DEVNULL, subprocess.PIPE
     process = subprocess.Popen(command, text=True, start_new_session=True, stdin=nothing, stdout=nothing, stderr=pipe)
-    ready, messages = threading.Event(), process.stderr
+    messages, ready = process.stderr, threading.Event()
 
     def show() -> None:
-        """Its messages, until it is ready."""
         for line in messages or ():
             if not ready.is_set():
                 print(line, end="", file=sys.stderr, flush=True)
-            if READY in line:
-                ready.set()
 
     threading.Thread(target=show, daemon=True).start()
     try:
         for number in ENDING:  # so that the server is stopped
             signal.signal(number, lambda number, _: sys.exit(128 + number))
-        while not ready.wait(0.2):
+        choice = None
+        while choice is None:
             if process.poll() is not None:
                 raise LaunchError("the server has ended; its messages are above")
-        server = next(server for server in state.running() if server.pid == process.pid)
-        yield api_client(ServerChoice(admin_port=server.admin_port, given="the server that was started"), None, None)
+            time.sleep(0.2)
+            own = [server for server in state.running() if server.pid == process.pid and not server.starting]
+            choice = ServerChoice(admin_port=own[0].admin_port, given="the server that was started") if own else None
+        if _await(choice, None) is None:
+            raise LaunchError("the server has ended; its messages are above")
+        ready.set()
+        yield choice
     finally:
         process.terminate()
         process.wait()

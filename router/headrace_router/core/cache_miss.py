@@ -198,7 +198,7 @@ class Visits:
         visit = self._find(turn)
         if visit is None:
             return self._first_visit(turn, tokens - cached) if tokens - cached > size else None
-        parted = parting(visit, turn, prompt)
+        parted = miss_since(visit, turn, prompt)
         if parted is not None:
             lost = min(parted.tokens, tokens - cached)
             return replace(parted, tokens=lost) if lost > 0 else None
@@ -256,7 +256,7 @@ class Visits:
                 del self._watched[last]
 
 
-def parting(visit: Visit, turn: Conversation, prompt: Mapping[HashScheme, PromptBlocks]) -> CacheMiss | None:
+def miss_since(visit: Visit, turn: Conversation, prompt: Mapping[HashScheme, PromptBlocks]) -> CacheMiss | None:
     """Where the prompt parts from that of the visit; None where it extends it."""
     size, blocks = _followed(prompt)
     had = len(visit.blocks) * visit.block_size if visit.blocks is not None else 0

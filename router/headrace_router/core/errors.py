@@ -29,7 +29,6 @@ class ApiError(HeadraceError):
     code: str | None = "internal_error"
     grpc_code = "INTERNAL"
     retry_after: int | None = None
-    foreign = False  # it quotes a field of another API than the client uses
 
     def __init_subclass__(cls, **row: Unpack[ErrorRow]) -> None:
         super().__init_subclass__()
@@ -43,8 +42,6 @@ class ApiError(HeadraceError):
 
     def renamed(self, names: Mapping[str, str]) -> Self:
         """The same with other names of fields."""
-        if self.foreign:
-            return self
         found = type(self).__new__(type(self))
         found.__dict__.update(self.__dict__)
         found.param = names.get(self.param or "", self.param)
@@ -94,6 +91,13 @@ class ContextLengthError(InvalidRequestError, code="context_length_exceeded"):
 
 class UnsupportedError(InvalidRequestError, code="unsupported_parameter"):
     """A field of the API that this server does not implement: refused by name, never ignored."""
+
+
+class ForeignFieldError(UnsupportedError):
+    """A field of chats in a body of another API: it is named as the client sent it."""
+
+    def renamed(self, names: Mapping[str, str]) -> Self:
+        return self
 
 
 class MediaTypeError(InvalidRequestError, status=415, code="unsupported_media_type"):

@@ -22,7 +22,7 @@ Render = Callable[[Sequence[Mapping[str, Any]], Mapping[str, Any]], str]
 """The text of messages with these variables of the template. Raises ChatTemplateError."""
 
 
-def parting(
+def parted_texts(
     render: Render, messages: Sequence[Mapping[str, Any]], turn: int, options: Mapping[str, Any]
 ) -> tuple[str, str] | None:
     """The texts that part: of the turn, whose last message is the assistant's, and of the next one; None if it extends.
@@ -57,7 +57,7 @@ def turn_problem(
     for name, messages, options in loops:
         for turn in range(1, len(messages) - 1, 2):
             try:
-                parted = parting(render, messages, turn, options)
+                parted = parted_texts(render, messages, turn, options)
             except ChatTemplateError:
                 break  # it does not take such messages
             if parted is not None:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from headrace_router.core.errors import (
+    ForeignFieldError,
     InvalidRequestError,
     InvalidValueError,
     MissingParameterError,
@@ -111,15 +112,13 @@ _LABELS = ("user", "safety_identifier", "prompt_cache_key", "session_id", "metad
 def refuse_chat_fields(value: Mapping[str, Any], fields: Collection[str], instead: Mapping[str, str]) -> None:
     """Refuses fields of chats that another API does not have, and that would change the answer.
 
-    fields: of that API. instead: its own names, by those of chats. Raises UnsupportedError.
+    fields: of that API. instead: its own names, by those of chats. Raises ForeignFieldError.
     """
     foreign = HONOURED[Scope.CHAT] - {*fields, *_LABELS}
     for name, entry in value.items():
         if name in foreign and entry not in (None, False, []):
             hint = f"; send '{instead[name]}'" if name in instead else ""
-            error = UnsupportedError(f"'{name}' is no field of this API{hint}.", param=name)
-            error.foreign = True
-            raise error
+            raise ForeignFieldError(f"'{name}' is no field of this API{hint}.", param=name)
 
 
 Body = TypeVar("Body", ChatBody, CompletionBody)

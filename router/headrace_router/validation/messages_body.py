@@ -98,10 +98,13 @@ _INSTEAD = {"stop": "stop_sequences", "response_format": "output_config.format",
 _REFUSED = {"container": "containers", "mcp_servers": "MCP servers"}
 
 
-def parse_messages(value: Any, limits: Limits, ignored: IgnoredFields, *, counting: bool = False) -> ChatBody:
-    """The chat that a body of the Messages API asks for. counting: only its tokens are wanted.
+def parse_messages(
+    value: Any, limits: Limits, ignored: IgnoredFields, *, counting: bool = False
+) -> tuple[ChatBody, str | None]:
+    """The chat that a body of the Messages API asks for, and the id of an earlier answer if its diagnostics name one.
 
-    ignored: collects what was left out. Raises InvalidRequestError or UnsupportedError with `param` set.
+    counting: only its tokens are wanted. ignored: collects what was left out. Raises InvalidRequestError or
+    UnsupportedError with `param` set.
     """
     if not isinstance(value, dict):
         raise InvalidRequestError("The body must be a JSON object.")
@@ -117,7 +120,8 @@ def parse_messages(value: Any, limits: Limits, ignored: IgnoredFields, *, counti
         raise as_api_error(error) from None
     if body.max_tokens is None and not counting:
         raise InvalidRequestError("'max_tokens' is required.", param="max_tokens")
-    return parse_body(ChatBody, {name: entry for name, entry in _chat(body, ignored) if entry is not None}, limits)
+    chat = parse_body(ChatBody, {name: entry for name, entry in _chat(body, ignored) if entry is not None}, limits)
+    return chat, body.diagnostics.previous_message_id if body.diagnostics is not None else None
 
 
 def _chat(body: MessagesBody, ignored: IgnoredFields) -> Iterator[tuple[str, Any]]:

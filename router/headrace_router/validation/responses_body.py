@@ -2,6 +2,7 @@
 
 import base64
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr, ValidationError
@@ -69,7 +70,6 @@ _INSTEAD = {
     "reasoning_effort": "reasoning.effort",
 }
 _SAME = ("model", "temperature", "top_p", "stream", "metadata", "user", "safety_identifier", "prompt_cache_key")
-ENCRYPTS = "encrypts"  # of what an answer repeats: whether the reasoning comes sealed, too
 _SEAL = "headrace:"
 _SEPARATOR = "__"
 # Items of answers of OpenAI's own servers, in conversations that began there.
@@ -79,11 +79,19 @@ _HOSTED = (
     "mcp_approval_response",
 )
 _SILENT = ("include", "stream_options", "service_tier")  # no answer depends on them, but for parts of `include`
-_ENCRYPTED = "reasoning.encrypted_content"  # the reasoning of an answer is there in clear
+_ENCRYPTED = "reasoning.encrypted_content"
 
 
-def parse_responses(value: Any, limits: Limits, ignored: IgnoredFields) -> tuple[ChatBody, dict[str, Any]]:
-    """The chat that a body of the Responses API asks for, and the fields that its answer repeats.
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """What an answer takes from its request. fields: that it repeats. encrypts: its reasoning comes sealed, too."""
+
+    fields: dict[str, Any]
+    encrypts: bool
+
+
+def parse_responses(value: Any, limits: Limits, ignored: IgnoredFields) -> tuple[ChatBody, Echo]:
+    """The chat that a body of the Responses API asks for, and what its answer takes from it.
 
     ignored: collects what was left out. Raises InvalidRequestError or UnsupportedError with `param` set.
     """
@@ -108,7 +116,7 @@ def parse_responses(value: Any, limits: Limits, ignored: IgnoredFields) -> tuple
     tools = [tool for given in kept for tool in _flat(given)]
     fields = {name: entry for name, entry in _chat(body, tools, ignored) if entry is not None}
     encrypts = isinstance(value.get("include"), list) and _ENCRYPTED in value["include"]
-    return parse_body(ChatBody, fields, limits), {**_repeated(body, kept), ENCRYPTS: encrypts}
+    return parse_body(ChatBody, fields, limits), Echo(_repeated(body, kept), encrypts)
 
 
 def _chat(body: ResponsesBody, tools: list[dict[str, Any]], ignored: IgnoredFields) -> Iterator[tuple[str, Any]]:

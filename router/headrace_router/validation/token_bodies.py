@@ -33,12 +33,12 @@ class DetokenizeBody(_Body):
 Body = TypeVar("Body", bound=_Body)
 
 
-def parse_tokenize(value: Any, limits: Limits) -> tuple[TokenizeBody | ChatBody, bool]:
-    """The text or the chat, and whether the strings of the tokens are wanted.
+def parse_tokenize(value: Any, limits: Limits, model: str | None) -> tuple[TokenizeBody | ChatBody, bool]:
+    """The text or the chat, and whether the strings of the tokens are wanted. model: where the body names none.
 
     Raises InvalidRequestError or UnsupportedError with `param` set.
     """
-    given = _given(value)
+    given = _given(value, model)
     if ("messages" in given) is ("prompt" in given):
         raise InvalidRequestError("Send 'prompt', a text, or 'messages', a chat.", param="prompt")
     if "messages" not in given:
@@ -50,15 +50,16 @@ def parse_tokenize(value: Any, limits: Limits) -> tuple[TokenizeBody | ChatBody,
     return parse_body(ChatBody, given, limits), strings
 
 
-def parse_detokenize(value: Any) -> DetokenizeBody:
-    """Raises InvalidRequestError with `param` set."""
-    return _parsed(DetokenizeBody, _given(value))
+def parse_detokenize(value: Any, model: str | None) -> DetokenizeBody:
+    """model: where the body names none. Raises InvalidRequestError with `param` set."""
+    return _parsed(DetokenizeBody, _given(value, model))
 
 
-def _given(value: Any) -> dict[str, Any]:
+def _given(value: Any, model: str | None) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InvalidRequestError("The body must be a JSON object.")
-    return {name: entry for name, entry in value.items() if entry is not None}
+    named = {"model": model} if model is not None else {}
+    return named | {name: entry for name, entry in value.items() if entry is not None}
 
 
 def _parsed(kind: type[Body], given: dict[str, Any]) -> Body:

@@ -115,6 +115,13 @@ class FakeReplica(ReplicaServicer):
         ids: list[Any] = [self.tokenizer.token_to_id(chars[byte]) for byte in text.encode()]
         return ids
 
+    @property
+    def last_prompt(self) -> str:
+        """The text of the last prompt, with its special tokens."""
+        ids = list(self.submits[-1].prompt_token_ids)
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=False)
+        return text
+
     def facts(self) -> ModelFacts:
         return ModelFacts(
             identity=ReplicaIdentity(

@@ -91,28 +91,19 @@ def add_generation(app: FastAPI, services: Services) -> None:
     @app.post("/v1/messages", tags=["generation"], summary="Answer messages", openapi_extra=JsonBody(MessagesBody))
     async def messages(request: Request) -> Response:
         """As in Anthropic's Messages API, without state."""
-        asked: dict[str, Any] = {}
-
-        def body(value: Any, ignored: IgnoredFields) -> ChatBody:
-            chat = parse_messages(value, config.limits, ignored)
-            asked.update(value.get("diagnostics") or {})
-            return chat
-
-        make_format = functools.partial(MessagesFormat, diagnostics=asked)
-        return await generation_response(services, request, body, make_format)
+        ignored = IgnoredFields()
+        chat, previous = await services.bodies.read(
+            request, lambda value: parse_messages(value, config.limits, ignored)
+        )
+        make_format = functools.partial(MessagesFormat, chat, previous=previous)
+        return checked_response(services, request, chat, make_format, ignored)
 
     @app.post("/v1/responses", tags=["generation"], summary="Answer items", openapi_extra=JsonBody(ResponsesBody))
     async def responses(request: Request) -> Response:
         """As in OpenAI's Responses API, without state."""
-        repeated: dict[str, Any] = {}
-
-        def body(value: Any, ignored: IgnoredFields) -> ChatBody:
-            chat, fields = parse_responses(value, config.limits, ignored)
-            repeated.update(fields)
-            return chat
-
-        make_format = functools.partial(ResponsesFormat, repeated=repeated)
-        return await generation_response(services, request, body, make_format)
+        ignored = IgnoredFields()
+        chat, echo = await services.bodies.read(request, lambda value: parse_responses(value, config.limits, ignored))
+        return checked_response(services, request, chat, functools.partial(ResponsesFormat, chat, echo), ignored)
 
     @app.post(
         "/v1/messages/count_tokens",
@@ -121,7 +112,7 @@ def add_generation(app: FastAPI, services: Services) -> None:
         openapi_extra=JsonBody(MessagesBody),
     )
     async def count_tokens(request: Request) -> Response:
-        body = await services.bodies.read(
+        body, _ = await services.bodies.read(
             request, lambda value: parse_messages(value, config.limits, IgnoredFields(), counting=True)
         )
         _, token_ids = await services.preparer.tokenize(body, request.state.tenant)
@@ -131,17 +122,15 @@ def add_generation(app: FastAPI, services: Services) -> None:
 def add_tokens(app: FastAPI, services: Services) -> None:
     """Text to tokens, and back."""
 
-    def with_model(value: Any) -> Any:
+    def only_model() -> str | None:
         """Where one model is served, it need not be named."""
         models = services.fleet.models()
-        if not isinstance(value, dict) or value.get("model") is not None or len(models) != 1:
-            return value
-        return {**value, "model": models[0].name}
+        return models[0].name if len(models) == 1 else None
 
     @app.post("/tokenize", tags=["tokens"], summary="Tokens of a text or a chat", openapi_extra=JsonBody(TokenizeBody))
     async def tokenize(request: Request) -> Response:
-        limits = services.config.limits
-        body, strings = await services.bodies.read(request, lambda value: parse_tokenize(with_model(value), limits))
+        limits, model = services.config.limits, only_model()  # large bodies are parsed in a thread
+        body, strings = await services.bodies.read(request, lambda value: parse_tokenize(value, limits, model))
         card, ids = await services.preparer.tokenize(body, request.state.tenant)
         named = card.token_strings(ids) if strings else None
         found = {"count": len(ids), "max_model_len": card.max_model_len, "tokens": ids, "token_strs": named}
@@ -149,7 +138,8 @@ def add_tokens(app: FastAPI, services: Services) -> None:
 
     @app.post("/detokenize", tags=["tokens"], summary="The text of tokens", openapi_extra=JsonBody(DetokenizeBody))
     async def detokenize(request: Request) -> Response:
-        body = await services.bodies.read(request, lambda value: parse_detokenize(with_model(value)))
+        model = only_model()
+        body = await services.bodies.read(request, lambda value: parse_detokenize(value, model))
         return json_response({"prompt": await services.preparer.detokenize(body, request.state.tenant)})
 
 

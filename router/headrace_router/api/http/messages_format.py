@@ -1,13 +1,13 @@
 """Anthropic's message objects and events."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import orjson
 
 from headrace_router.api.http.blocks import Added, Block, BlockReader, Closed, Opened
 from headrace_router.api.http.formats import EVENTS, dumps
-from headrace_router.core.cache_miss import MissReason, parting
+from headrace_router.core.cache_miss import MissReason, miss_since
 from headrace_router.core.errors import ApiError, ContextLengthError
 from headrace_router.dispatch.choice import LENGTH, TOOL_CALLS, ChoiceUpdate
 from headrace_router.dispatch.running_request import RunningRequest
@@ -48,10 +48,10 @@ class MessagesFormat:
         ident: str,
         _created: int,
         *,
-        diagnostics: Mapping[str, Any] | None = None,
+        previous: str | None = None,
     ) -> None:
-        """diagnostics: of the request."""
-        self._diagnostics = diagnostics
+        """previous: the answer with which diagnostics compare the request."""
+        self._previous = previous
         self._ident = f"msg_{ident}"
         self._model = body.model
         self._running = running
@@ -111,13 +111,13 @@ class MessagesFormat:
         See https://platform.claude.com/docs/en/build-with-claude/cache-diagnostics
         """
         request, visits = self._running.request, self._running.visits
-        named, turn = (self._diagnostics or {}).get("previous_message_id"), request.turn
-        if named is None or turn is None:
+        turn = request.turn
+        if self._previous is None or turn is None:
             return None
-        visit = visits.get(named.removeprefix("msg_"), turn.tenant)
+        visit = visits.get(self._previous.removeprefix("msg_"), turn.tenant)
         if visit is None:
             return {"cache_miss_reason": {"type": "previous_message_not_found"}}
-        miss = parting(visit, turn, request.choices[0].blocks)
+        miss = miss_since(visit, turn, request.choices[0].blocks)
         if miss is None or (visit.blocks is not None and not miss.tokens):
             return None
         kind = "model_changed" if visit.model != turn.model else _MISSES.get(miss.reason, "unavailable")

@@ -10,7 +10,7 @@ from headrace_router.dispatch.choice import LENGTH, ChoiceUpdate
 from headrace_router.dispatch.running_request import RunningRequest
 from headrace_router.text.detokenize import line_json
 from headrace_router.validation.bodies import ChatBody
-from headrace_router.validation.responses_body import ENCRYPTS, sealed, without_namespace
+from headrace_router.validation.responses_body import Echo, sealed, without_namespace
 
 
 class ResponsesFormat:
@@ -19,17 +19,14 @@ class ResponsesFormat:
     media_type = EVENTS
     keep_alive = b": keep-alive\n\n"
 
-    def __init__(
-        self, body: ChatBody, running: RunningRequest, ident: str, created: int, repeated: dict[str, Any]
-    ) -> None:
-        """repeated: what the answer says of its request."""
+    def __init__(self, body: ChatBody, echo: Echo, running: RunningRequest, ident: str, created: int) -> None:
         self._ident = ident
         self._created = created
         self._model = body.model
-        self._repeated = {name: value for name, value in repeated.items() if name != ENCRYPTS}
-        self._encrypts = bool(repeated.get(ENCRYPTS))
+        self._repeated = echo.fields
+        self._encrypts = echo.encrypts
         # The whole reasoning, in the form that clients show, where they ask for a summary.
-        self._summary = bool((repeated.get("reasoning") or {}).get("summary"))
+        self._summary = bool(echo.fields["reasoning"]["summary"])
         self._running = running
         self._blocks = BlockReader()
         self._number = 0  # sequence number of the next event
